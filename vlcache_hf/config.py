@@ -1,0 +1,142 @@
+"""User settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .schedule import RecomputeSchedule
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+GIB = 1024**3
+DEFAULT_MAX_DISK_BYTES = 64 * GIB
+
+REUSE_MODES = ("lossy", "exact")
+POLICIES = ("prefix", "suffix")
+SEGMENT_BACKENDS = ("auto", "sdpa", "flash_attention_2", "varlen")
+BASE_KERNELS = ("auto", "sdpa", "eager", "flash_attention_2")
+
+
+def _default_cache_dir() -> str:
+    explicit = os.environ.get("VLCACHE_DIR")
+    if explicit:
+        return explicit
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "huggingface"
+    )
+    return os.path.join(home, "vlcache")
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {name} must be a whole number of bytes, got {text!r}.") from None
+
+
+def _env_bool(name: str) -> bool:
+    text = os.environ.get(name, "").lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"The environment variable {name} must be 1 or 0, got {text!r}.")
+
+
+@dataclass
+class VLCacheConfig:
+    """Settings of the cache of one model.
+
+    Args:
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Where entries are kept. Defaults to `$VLCACHE_DIR`, else `$HF_HOME/vlcache`. The folder is created private
+            (0700) at the first write.
+        max_disk_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_DISK_BYTES` or 64 GiB):
+            Cap on the bytes of all entries in `cache_dir`; least recently used entries go first. `None` is no cap.
+        schedule (`str`, `float`, `os.PathLike` or `RecomputeSchedule`, *optional*, defaults to `"auto"`):
+            How many of the first tokens of a reused image each layer recomputes. A float is a uniform ratio, a path is
+            a `vlcache_schedule.json` or a folder with one, `"auto"` takes the file shipped for the model and else a
+            uniform 0.1.
+        reuse (`str`, *optional*, defaults to `$VLCACHE_REUSE` or `"lossy"`):
+            `"lossy"` is the paper's method: an image met in another context is reused with partial recompute.
+            `"exact"` serves lossless hits only and computes everything else in full.
+        contexts_per_image (`int`, *optional*, defaults to 4):
+            How many entries, one per context, are kept for an image (least recently used go first).
+        policy (`str`, *optional*, defaults to `"prefix"`):
+            Which tokens a reused image recomputes: the first (`"prefix"`, VLCache) or the last (`"suffix"`, the
+            comparison of the paper's appendix A.1).
+        namespace (`str`, *optional*, defaults to `$VLCACHE_NAMESPACE` or `""`):
+            Part of every key. Entries are never shared between namespaces: one per tenant.
+        read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
+            Serve hits, write nothing.
+        attention (`str`, *optional*, defaults to `"auto"`):
+            Kernel of the prefill: `"flash_attention_2"`, `"varlen"` (torch's own) or `"sdpa"`; `"auto"` takes the
+            first of them that is installed and fits the device and dtype.
+        base_attn_implementation (`str`, *optional*, defaults to `"auto"`):
+            Kernel of decoding and of the vision tower: `"flash_attention_2"`, `"sdpa"` or `"eager"`.
+
+    Raises:
+        `ValueError`: a value is out of its range; the message names it.
+    """
+
+    cache_dir: str | os.PathLike[str] = field(default_factory=_default_cache_dir)
+    max_disk_bytes: int | None = field(
+        default_factory=lambda: _env_int("VLCACHE_MAX_DISK_BYTES", DEFAULT_MAX_DISK_BYTES)
+    )
+    schedule: str | float | os.PathLike[str] | RecomputeSchedule = "auto"
+    reuse: str = field(default_factory=lambda: os.environ.get("VLCACHE_REUSE", "lossy"))
+    contexts_per_image: int = 4
+    policy: str = "prefix"
+    namespace: str = field(default_factory=lambda: os.environ.get("VLCACHE_NAMESPACE", ""))
+    read_only: bool = field(default_factory=lambda: _env_bool("VLCACHE_READ_ONLY"))
+    attention: str = "auto"
+    base_attn_implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.cache_dir = str(Path(os.fspath(self.cache_dir)).expanduser())
+        for name, value, allowed in (
+            ("reuse", self.reuse, REUSE_MODES),
+            ("policy", self.policy, POLICIES),
+            ("attention", self.attention, SEGMENT_BACKENDS),
+            ("base_attn_implementation", self.base_attn_implementation, BASE_KERNELS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        if self.max_disk_bytes is not None and self.max_disk_bytes < 0:
+            raise ValueError(f"`max_disk_bytes` must be >= 0 bytes, or None for no cap, got {self.max_disk_bytes}.")
+        if self.contexts_per_image < 1:
+            raise ValueError(f"`contexts_per_image` must be at least 1, got {self.contexts_per_image}.")
+        if isinstance(self.schedule, (int, float)) and not 0.0 <= float(self.schedule) <= 1.0:
+            raise ValueError(f"`schedule` as a ratio must lie in [0, 1], got {self.schedule}.")
+
+    @classmethod
+    def from_any(cls, value: VLCacheConfig | dict[str, Any] | None) -> VLCacheConfig:
+        """The config meant by a `vlcache_config=` argument.
+
+        Args:
+            value (`VLCacheConfig`, `dict` or `None`): a config, its fields, or nothing for the defaults.
+
+        Raises:
+            `TypeError`: another type, or a field that does not exist.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            unknown = sorted(set(value) - set(cls.__dataclass_fields__))
+            if unknown:
+                raise TypeError(
+                    f"Unknown field(s) in `vlcache_config`: {unknown}. Known: {list(cls.__dataclass_fields__)}."
+                )
+            return cls(**value)
+        raise TypeError(
+            f"`vlcache_config` must be a VLCacheConfig or a dict of its fields, got {type(value).__name__}."
+        )

@@ -1,0 +1,162 @@
+"""The packed prefill: the stock decoder layers over the active tokens only (paper section 4.1, Figure 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from .attention.segments import resolve
+from .cache import TAINT, PrefillCache
+from .decide import KIND, KVShape, decide, remember, store_captured
+from .encoder import EncodedImages
+from .plan import ImageSpan, LayerPlan, plan_prefill
+from .prompt import Prompt
+from .state import ImageUse, PrefillState
+from .store import StoreReadError
+
+
+@dataclass
+class PrefillRequest:
+    """A prefill that can be served.
+
+    Args:
+        prompt (`Prompt`): the batch.
+        encoded (`EncodedImages`): its images.
+        input_ids (`torch.Tensor` of shape `(B, S)`): token ids.
+        position_ids (`torch.Tensor` of shape `(3, B, S)`): M-RoPE positions.
+        shape (`KVShape`): what entries look like.
+        uses (`list[ImageUse]`): what is done with each image.
+    """
+
+    prompt: Prompt
+    encoded: EncodedImages
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    shape: KVShape
+    uses: list[ImageUse]
+
+    @property
+    def active(self) -> int:
+        """Number of rows that the first layer computes, the most of all layers."""
+        skipped = sum(
+            use.image.length - sum(b - a for a, b in use.recompute[0]) for use in self.uses if use.kind != "miss"
+        )
+        return sum(row.columns.size for row in self.prompt.rows) + len(self.prompt.ghosts) - skipped
+
+
+def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
+    """Computes a prefill and stores what it captured.
+
+    Args:
+        text_model (`PreTrainedModel`): the stock text model, whose layers are called one by one.
+        request (`PrefillRequest`): what to compute.
+        target (`Cache`, *optional*): the caller's cache; filled to the full length of the prompt.
+
+    Returns:
+        `torch.Tensor` of shape `(B, K, hidden)`: the final hidden states of the kept columns.
+    """
+    encoded, avoid = request.encoded, set[tuple[str, str]]()
+    record, options = encoded.record, encoded.options
+    while True:
+        try:
+            with record.timed("prefill"):
+                hidden = _forward(text_model, request, target)
+            break
+        except StoreReadError:
+            # some layers may already stand in the caller's cache, which was empty before
+            if target is not None:
+                target.reset()
+            for use in request.uses:
+                if use.failed:
+                    options.store.discard(KIND, use.group, use.entry_name)
+                    avoid.add((use.group, use.entry_name))
+            request.uses = decide(request.prompt, encoded, options, request.shape, avoid)
+    if target is not None:
+        setattr(target, TAINT, any(use.kind == "reused" for use in request.uses))
+    remember(request.uses, encoded, options)
+    with record.timed("storing"):
+        record.bytes_written += store_captured(request.uses, options)
+    record.images = [use.record for use in request.uses]
+    for index, use in enumerate(request.uses):
+        use.record.encoder = encoded.source(index)
+        record.bytes_read += use.record.bytes_read
+    record.text_tokens = sum(row.columns.size for row in request.prompt.rows) - sum(encoded.lengths)
+    return hidden
+
+
+def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
+    prompt, uses, encoded = request.prompt, request.uses, request.encoded
+    spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in uses]
+    lengths = [row.columns.size for row in prompt.rows]
+    plan = plan_prefill(lengths, spans, request.shape.layers, prompt.ghosts)
+    needed = sorted({index for _, index, _, _ in plan[0].visual})
+    encoded.look_up(needed)
+
+    flat = _flat_columns(prompt, plan[0].runs).to(request.input_ids.device)
+    hidden = text_model.embed_tokens(request.input_ids.flatten()[flat])[None]
+    dtype, device = hidden.dtype, hidden.device
+    cos, sin = text_model.rotary_emb(hidden, request.position_ids.to(device))
+    backend = resolve(encoded.options.config.attention, device, dtype, request.shape.head_dim)
+    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend)
+
+    features = [(index, a, b, encoded.rows(index, a, b)) for _, index, a, b in plan[0].visual]
+    for (offset, _, a, b), (_, _, _, rows) in zip(plan[0].visual, features):
+        hidden[0, offset : offset + b - a] = rows.pooled.to(device, dtype)
+    deepstack_levels = max((len(rows.deepstack) for *_, rows in features), default=0)
+
+    cache = PrefillCache(state, target)
+    one = torch.ones(1, 1, request.shape.head_dim, dtype=dtype, device=device)
+    zero = torch.zeros_like(one)
+    for layer, block in enumerate(text_model.layers):
+        hidden = state.enter(layer, hidden)
+        shape = (1, hidden.shape[1], -1)
+        hidden = block(
+            hidden,
+            attention_mask=None,
+            position_ids=None,
+            cache=cache,
+            use_cache=True,
+            position_embeddings=(one.expand(shape), zero.expand(shape)),
+            vlcache_state=state,
+        )
+        if layer < deepstack_levels:
+            _add_deepstack(hidden, plan[layer].visual, features, layer)
+    kept = _kept_rows(prompt, plan[-1]).to(hidden.device)
+    return text_model.norm(hidden[0, kept].view(len(prompt.rows), -1, hidden.shape[-1]))
+
+
+def _add_deepstack(hidden: torch.Tensor, visual: Any, features: Any, level: int) -> None:
+    """Adds the features of one DeepStack level to the image rows that are still active."""
+    for offset, index, a, b in visual:
+        for other, start, stop, rows in features:
+            if other == index and start <= a and b <= stop:
+                level_rows = rows.deepstack[level][a - start : b - start]
+                hidden[0, offset : offset + b - a] += level_rows.to(hidden.device, hidden.dtype)
+
+
+def _flat_columns(prompt: Prompt, runs: Any) -> torch.Tensor:
+    """Flat column `b * S + s` of every packed row of the first layer."""
+    parts = [torch.from_numpy(prompt.rows[row].columns[a:b]) + row * prompt.num_columns for row, a, b in runs]
+    ghosts = [ghost.row * prompt.num_columns + column for ghost, column in zip(prompt.ghosts, prompt.ghost_columns)]
+    return torch.cat([*parts, torch.tensor(ghosts, dtype=torch.long)])
+
+
+def _kept_rows(prompt: Prompt, plan: LayerPlan) -> torch.Tensor:
+    """Packed index, in the last layer, of every column whose output is asked for, row by row."""
+    offsets: dict[tuple[int, int], int] = {}
+    offset = 0
+    for row, a, b in plan.runs:
+        columns = prompt.rows[row].columns[a:b]
+        first = int(np.searchsorted(columns, prompt.first_kept))
+        for position in range(first, b - a):
+            offsets[row, int(columns[position])] = offset + position
+        offset += b - a
+    for ghost, column in zip(prompt.ghosts, prompt.ghost_columns):
+        offsets[ghost.row, column] = offset
+        offset += 1
+    kept = range(prompt.first_kept, prompt.num_columns)
+    return torch.tensor([offsets[row, column] for row in range(len(prompt.rows)) for column in kept])

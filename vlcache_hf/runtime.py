@@ -1,0 +1,141 @@
+"""`model.vlcache`: settings, state and totals of the cache of one model."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import Cache
+
+from .cache import VLCache
+from .config import VLCacheConfig
+from .fingerprint import FingerprintError, WeightsFingerprint
+from .keys import ModelKeys, model_keys
+from .options import Options
+from .records import RequestRecord, Stats, StatsCounter
+from .schedule import RecomputeSchedule, resolve_schedule
+from .store import DiskStore
+
+logger = logging.getLogger(__name__)
+
+
+class VLCacheRuntime:
+    """What a model's cache holds beside the model; reached as `model.vlcache`.
+
+    Copies and pickles of a model take the settings along and start with empty totals.
+
+    Args:
+        config (`VLCacheConfig`): the model's settings.
+    """
+
+    def __init__(self, config: VLCacheConfig) -> None:
+        self.config = config
+        self._fingerprint = WeightsFingerprint()
+        self._counter = StatsCounter()
+        self._stores: dict[tuple[Any, ...], DiskStore] = {}
+        self._schedules: dict[tuple[Any, ...], RecomputeSchedule] = {}
+        self._warned: set[str] = set()
+        # per thread and task: threads that share a model must not read each other's record
+        self._last: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("vlcache", default=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (VLCacheRuntime, (self.config,))
+
+    @property
+    def last_request(self) -> RequestRecord | None:
+        """Record of the last request with images in this thread, `None` before the first."""
+        return self._last.get()
+
+    def stats(self) -> Stats:
+        """Totals of all requests since the model was loaded."""
+        return self._counter.snapshot(sum(store.faults for store in self._stores.values()))
+
+    def refresh(self) -> None:
+        """Reads all weights anew at the next request. Call it after changing weights through `tensor.data`."""
+        self._fingerprint.refresh()
+
+    @property
+    def store(self) -> DiskStore:
+        """The store of the model's own settings."""
+        return self._store(self.config)
+
+    def clear(self) -> None:
+        """Deletes all entries in `config.cache_dir`, those of other models too."""
+        self.store.clear()
+
+    # --- used by the models
+
+    def _store(self, config: VLCacheConfig) -> DiskStore:
+        key = (config.cache_dir, config.max_disk_bytes, config.read_only)
+        if key not in self._stores:
+            self._stores[key] = DiskStore(config.cache_dir, config.max_disk_bytes, config.read_only)
+        return self._stores[key]
+
+    def options(self, cache: Cache | None, model_id: str, num_layers: int) -> Options:
+        """Settings of a request.
+
+        Args:
+            cache (`Cache`, *optional*): the request's cache; a `VLCache` brings settings of its own.
+            model_id (`str`): `config._name_or_path` of the model.
+            num_layers (`int`): number of its decoder layers.
+        """
+        config = cache.applied_to(self.config) if isinstance(cache, VLCache) else self.config
+        wanted = config.schedule
+        if isinstance(wanted, RecomputeSchedule):
+            return Options(config, self._store(config), wanted.check_layers(num_layers))
+        key = (str(wanted), num_layers)
+        if key not in self._schedules:
+            self._schedules[key] = resolve_schedule(wanted, model_id, num_layers)
+        return Options(config, self._store(config), self._schedules[key])
+
+    def model_keys(self, core: Any, namespace: str) -> ModelKeys | None:
+        """Digests of the model's present state, or `None` when its weights cannot be told from others.
+
+        Args:
+            core (`PreTrainedModel`): the base model, with `visual` and `language_model`.
+            namespace (`str`): the request's namespace.
+        """
+        try:
+            vision_weights = self._fingerprint.digest(core.visual, "visual")
+            text_weights = self._fingerprint.digest(core.language_model, "language_model")
+        except FingerprintError as error:
+            self.warn_once(f"Nothing is cached for this model: {error}.")
+            return None
+        return model_keys(
+            namespace=namespace,
+            transformers_version=transformers.__version__,
+            vision_config=core.config.vision_config,
+            text_config=core.config.text_config,
+            vision_weights=vision_weights,
+            text_weights=text_weights,
+            vision_dtype=compute_dtype(core.visual.dtype),
+            text_dtype=compute_dtype(core.language_model.dtype),
+        )
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning the first time it is raised for this model."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    def vision_called(self) -> None:
+        self._counter.vision_call()
+
+    def finish(self, record: RequestRecord) -> None:
+        """Publishes the record of a request that is done."""
+        self._counter.add(record)
+        self._last.set(record)
+        logger.debug("%s", record)
+
+
+def compute_dtype(dtype: torch.dtype) -> str:
+    """The dtype of activations: that of the weights, or what autocast makes of it."""
+    autocast = [
+        f"{device}:{torch.get_autocast_dtype(device)}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    return " ".join([str(dtype), *autocast])

@@ -1,0 +1,262 @@
+"""The store: entries of named tensors on disk, one safetensors file each."""
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from .entry import BadEntryError, Entry, NonFiniteError, encode_header, open_entry, write_entry
+from .index import Index, IndexUnavailable
+from .paths import SUFFIX, entry_key, is_digest, remove_entry_file, stamp, walk_entries
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class DiskStore:
+    """
+    Keeps dicts of CPU tensors on disk, up to a number of bytes, shared by all processes that use the directory.
+
+    Look-ups open an entry's file directly and need neither the index nor write access. Any doubt is a miss: apart from
+    malformed keys nothing here raises, and each kind of trouble is logged once per store. Safe to use from several
+    threads and after a fork; a pickled or deep-copied store is another store on the same directory.
+
+    Args:
+        cache_dir (`str` or `os.PathLike`): created at the first write. `~` and `$NAME` are expanded.
+        max_disk_bytes (`int`, *optional*): bytes that all entries may take together. The least recently used ones make
+            room for new ones. `None` for no limit.
+        read_only (`bool`, *optional*, defaults to `False`): serve entries and change nothing.
+
+    Attributes:
+        faults (`int`): bad entries met and operations failed so far, by this object.
+    """
+
+    def __init__(self, cache_dir: str | os.PathLike, max_disk_bytes: int | None, read_only: bool = False):
+        if max_disk_bytes is not None and max_disk_bytes < 0:
+            raise ValueError(f"max_disk_bytes must be None or at least 0, got {max_disk_bytes!r}.")
+        # Expanded here, because diskcache expands the path of the index by itself; absolute, to survive a chdir.
+        expanded = os.path.expandvars(os.path.expanduser(os.fspath(cache_dir)))
+        self.cache_dir = Path(os.path.abspath(expanded))
+        self.max_disk_bytes = max_disk_bytes
+        self.read_only = read_only
+        self.faults = 0
+        self._warned: set[str] = set()
+        self._faults_lock = threading.Lock()
+        self._index = Index(self.cache_dir, max_disk_bytes, lambda exc: self._fault("had to rebuild its index", exc))
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.cache_dir, self.max_disk_bytes, self.read_only)
+
+    def get(self, kind: str, group: str, name: str) -> Entry | None:
+        """
+        Looks an entry up, and makes it the most recently used one.
+
+        Args:
+            kind (`str`): `"kv"` or `"vit"`.
+            group (`str`): 64 lowercase hexadecimal characters.
+            name (`str`): 64 lowercase hexadecimal characters.
+
+        Returns:
+            [`Entry`], *optional*: `None` when there is none, or none that can be trusted. A bad one is removed.
+
+        Raises:
+            `ValueError`: for a malformed key.
+        """
+        path = self.cache_dir / entry_key(kind, group, name)
+        try:
+            entry = open_entry(path, kind, group, name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except BadEntryError as exc:
+            self._fault("found a bad entry", exc, path)
+            self.discard(kind, group, name)
+            return None
+        except Exception as exc:
+            self._fault("could not read an entry", exc, path)
+            return None
+        if not self.read_only:
+            # All that a hit writes: it needs no lock, and eviction and `names` look at it.
+            now = stamp()
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(now, now))
+        return entry
+
+    def names(self, kind: str, group: str) -> list[str]:
+        """
+        Names of the entries of a group, most recently used first. They may be gone, or bad, when they are asked for.
+
+        Args:
+            kind (`str`): `"kv"` or `"vit"`.
+            group (`str`): 64 lowercase hexadecimal characters.
+
+        Raises:
+            `ValueError`: for a malformed key.
+        """
+        folder = (self.cache_dir / entry_key(kind, group, group)).parent
+        found = []
+        with contextlib.suppress(OSError), os.scandir(folder) as files:
+            for file in files:
+                name = file.name.removesuffix(SUFFIX)
+                if name != file.name and is_digest(name):
+                    with contextlib.suppress(OSError):
+                        found.append((-file.stat().st_mtime_ns, name))
+        return [name for _, name in sorted(found)]
+
+    def accepts(self, nbytes: int) -> bool:
+        """
+        Whether an entry of this size can be stored at all; to be asked before anything is copied.
+
+        Args:
+            nbytes (`int`): bytes of its tensors.
+        """
+        return not self.read_only and (self.max_disk_bytes is None or nbytes <= self.max_disk_bytes)
+
+    def put(
+        self,
+        kind: str,
+        group: str,
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        fields: dict[str, str],
+        max_in_group: int | None = None,
+    ) -> int:
+        """
+        Stores an entry, in place of one of the same key. It becomes visible at once, when it is complete.
+
+        Args:
+            kind (`str`): `"kv"` or `"vit"`.
+            group (`str`): 64 lowercase hexadecimal characters.
+            name (`str`): 64 lowercase hexadecimal characters.
+            tensors (`dict[str, torch.Tensor]`): on the CPU, of any shape, stride, and real dtype.
+            fields (`dict[str, str]`): kept beside them in the header of the file.
+            max_in_group (`int`, *optional*): the least recently used entries of the group above this number go.
+
+        Returns:
+            `int`: bytes of the file; 0 when nothing was stored, because the store is read-only, the entry does not fit
+            below the cap, a value is NaN or infinite, or something failed.
+
+        Raises:
+            `ValueError`: for a malformed key.
+        """
+        key = entry_key(kind, group, name)
+        if self.read_only:
+            return 0
+        size = self._guard("could not store an entry", lambda: self._put(kind, group, name, tensors, fields), 0)
+        if size and max_in_group is not None:
+            others = [other for other in self.names(kind, group) if other != name]
+            for other in others[max(0, max_in_group - 1) :]:
+                self.discard(kind, group, other)
+        logger.debug("stored %d bytes as %s", size, key)
+        return size
+
+    def discard(self, kind: str, group: str, name: str) -> None:
+        """
+        Removes an entry, if it is there.
+
+        Args:
+            kind (`str`): `"kv"` or `"vit"`.
+            group (`str`): 64 lowercase hexadecimal characters.
+            name (`str`): 64 lowercase hexadecimal characters.
+
+        Raises:
+            `ValueError`: for a malformed key.
+        """
+        key = entry_key(kind, group, name)
+        if self.read_only:
+            return
+        remove_entry_file(self.cache_dir, key)  # also where the index cannot be used
+        if self._has_index():
+            self._guard("could not update its index", lambda: self._index.drop(key), None)
+
+    def mark(self, key: str) -> None:
+        """
+        Sets a flag that outlives the process. It is lost after 30 days, when the entries that were in use at this time
+        are evicted, or when the index cannot be used.
+
+        Args:
+            key (`str`): any text.
+        """
+        if not self.read_only:
+            self._guard("could not update its index", lambda: self._index.mark(key), None)
+
+    def marked(self, key: str) -> bool:
+        """
+        Whether a flag is set.
+
+        Args:
+            key (`str`): any text.
+        """
+        if self.read_only:
+            return False
+        return self._guard("could not read its index", lambda: self._index.marked(key), False)
+
+    def nbytes(self) -> int:
+        """Bytes of all entries in the directory."""
+        if not self.read_only and self._has_index():
+            with contextlib.suppress(IndexUnavailable, OSError):
+                return self._index.nbytes()
+        total = 0
+        for key in walk_entries(self.cache_dir):
+            with contextlib.suppress(OSError):
+                total += os.stat(self.cache_dir / key).st_size
+        return total
+
+    def clear(self) -> None:
+        """Removes all entries and flags. Other files in the directory stay."""
+        if self.read_only:
+            return
+        if self._has_index():
+            self._guard("could not update its index", self._index.clear, None)
+        for key in list(walk_entries(self.cache_dir)):
+            remove_entry_file(self.cache_dir, key)
+
+    def close(self) -> None:
+        """Closes the index. The store can still be used and opens it again."""
+        self._index.close()
+
+    def _put(self, kind: str, group: str, name: str, tensors: dict[str, torch.Tensor], fields: dict[str, str]) -> int:
+        start_of_file, ordered, size = encode_header(kind, group, name, tensors, fields)
+        if not self.accepts(size) or not self._index.make_room(size):
+            return 0
+        temporary = self.cache_dir / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}.tmp"
+        try:
+            write_entry(temporary, start_of_file, ordered)
+            now = stamp()
+            os.utime(temporary, ns=(now, now))
+            return size if self._index.publish(temporary, entry_key(kind, group, name)) else 0
+        except NonFiniteError:
+            logger.debug("an entry with NaN or infinite values is not stored")
+            return 0
+        finally:
+            with contextlib.suppress(OSError):  # also when the user interrupts; gone when it was published
+                os.unlink(temporary)
+
+    def _has_index(self) -> bool:
+        return (self.cache_dir / "index").is_dir()
+
+    def _guard(self, trouble: str, operation: Callable[[], T], otherwise: T) -> T:
+        try:
+            return operation()
+        except IndexUnavailable as exc:
+            self._fault("could not use its index", exc)
+        except Exception as exc:
+            self._fault(trouble, exc)
+        return otherwise
+
+    def _fault(self, trouble: str, exc: Exception, path: Path | None = None) -> None:
+        with self._faults_lock:
+            self.faults += 1
+            first = trouble not in self._warned
+            self._warned.add(trouble)
+        if first:
+            where = path or self.cache_dir
+            logger.warning(
+                "The VLCache store %s (%s: %s: %s); going on without.", trouble, where, type(exc).__name__, exc
+            )
