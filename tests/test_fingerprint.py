@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,8 +15,8 @@ from tests import tiny
 from vlcache_hf import fingerprint
 from vlcache_hf.fingerprint import FingerprintError, WeightsFingerprint
 
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int64]
+FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 class Holder(nn.Module):
@@ -33,6 +33,18 @@ def digest(module: nn.Module) -> str:
 
 def of(tensor: torch.Tensor) -> str:
     return digest(Holder(tensor))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch, request):
+    """The table of a million multipliers takes longer than all else here."""
+    if "real_chunks" not in request.fixturenames:
+        monkeypatch.setattr(fingerprint, "_CHUNK_LANES", 64)
+
+
+@pytest.fixture
+def real_chunks():
+    """Asks for the library's own chunk size."""
 
 
 @pytest.fixture
@@ -54,7 +66,7 @@ def hashed(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(count=st.integers(1, 70), at=st.integers(0, 69), bit=st.integers(0, 63))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
 def test_every_bit_counts(dtype, count, at, bit):
     tensor = torch.arange(count).to(dtype)
     raw = tensor.clone().view(torch.uint8)
@@ -75,7 +87,7 @@ def test_bool_elements_count():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(pair=st.lists(st.integers(0, 39), min_size=2, max_size=2, unique=True))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
 def test_swapped_elements_count(dtype, pair):
     tensor = torch.arange(1, 41).to(dtype)
     other = tensor.clone()
@@ -85,7 +97,7 @@ def test_swapped_elements_count(dtype, pair):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str)
 @given(flipped=st.sets(st.integers(0, 63), min_size=1, max_size=64))
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 def test_flipped_signs_count(dtype, flipped):
     tensor = torch.arange(1, 65).to(dtype)
     other = tensor.clone()
@@ -105,12 +117,23 @@ def test_a_negated_column_counts(dtype, column):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @given(at=st.lists(st.integers(0, 63), min_size=2, max_size=6, unique=True), bit=st.integers(0, 7))
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
 def test_one_high_bit_of_several_elements_counts(dtype, at, bit):
     tensor = torch.randn(64, generator=torch.Generator().manual_seed(1)).to(dtype)
     raw = tensor.clone().view(torch.uint8).view(64, dtype.itemsize)
     raw[at, -1] ^= 1 << bit
     assert of(raw.view(-1).view(dtype)) != of(tensor)
+
+
+def test_a_large_tensor_is_read_to_its_end(real_chunks):
+    """More than one chunk of the real size, in the last lane of which one bit changes."""
+    tensor = torch.zeros(fingerprint._CHUNK_LANES + 5, dtype=torch.int64)
+    found = {of(tensor)}
+    for at in (0, fingerprint._CHUNK_LANES - 1, fingerprint._CHUNK_LANES, -1):
+        other = tensor.clone()
+        other[at] = 1
+        found.add(of(other))
+    assert len(found) == 5
 
 
 def test_changes_far_apart_count(monkeypatch):
@@ -151,7 +174,7 @@ def test_layout_in_memory_does_not_count():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.bool], ids=str)
 @given(offset=st.integers(0, 9), count=st.integers(0, 20))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
 def test_unaligned_views_are_read(dtype, offset, count):
     base = (torch.arange(40) % 2).to(dtype)
     assert of(base[offset : offset + count]) == of(base[offset : offset + count].clone())

@@ -48,7 +48,12 @@ class Digest:
 
     def add(self, *fields: bytes | memoryview | str | int) -> Digest:
         for value in fields:
-            data = str(value).encode() if isinstance(value, (str, int)) else memoryview(value).cast("B")
+            data: bytes | memoryview
+            if isinstance(value, (str, int)):
+                data = str(value).encode()
+            else:
+                view = memoryview(value)
+                data = view.cast("B") if view.nbytes else b""  # an empty view cannot be cast
             self._hash.update(len(data).to_bytes(8, "little"))
             self._hash.update(data)
         return self

@@ -6,7 +6,6 @@ import torch
 from vlcache_hf.attention import flash, segments, varlen
 from vlcache_hf.attention.segments import available, resolve
 
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

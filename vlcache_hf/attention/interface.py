@@ -60,12 +60,7 @@ def vlcache_attention_forward(
             logger.warning_once(_STOCK_CLASS_WARNING)
     if kernel == "eager" or kwargs.get("output_attentions"):
         return _eager(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-    if (
-        kernel == "flash_attention_2"
-        and attention_mask is None
-        and query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-    ):
+    if kernel == "flash_attention_2" and _flash_applies(query, attention_mask):
         causal = kwargs.get("is_causal")
         output = _flash_attention_forward(
             query.transpose(1, 2),
@@ -82,6 +77,11 @@ def vlcache_attention_forward(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _flash_applies(query: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    """flash-attention takes half precision on CUDA and no mask; SDPA takes the rest."""
+    return attention_mask is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _eager(
