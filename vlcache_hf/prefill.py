@@ -10,11 +10,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from .attention.segments import resolve
-from .cache import TAINT, PrefillCache
+from .cache import REQUEST, TAINT, PrefillCache
 from .decide import KIND, KVShape, decide, remember, store_captured
 from .encoder import EncodedImages
+from .hooks import HookChangesValues, HookWatch
 from .plan import ImageSpan, LayerPlan, plan_prefill
-from .prompt import Prompt
+from .prompt import NotServable, Prompt
 from .state import ImageUse, PrefillState
 from .store import StoreReadError
 
@@ -48,13 +49,17 @@ class PrefillRequest:
         return sum(row.columns.size for row in self.prompt.rows) + len(self.prompt.ghosts) - skipped
 
 
-def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
+def run(text_model: Any, request: PrefillRequest, target: Cache | None, hooks: HookWatch) -> torch.Tensor:
     """Computes a prefill and stores what it captured.
 
     Args:
         text_model (`PreTrainedModel`): the stock text model, whose layers are called one by one.
         request (`PrefillRequest`): what to compute.
         target (`Cache`, *optional*): the caller's cache; filled to the full length of the prompt.
+        hooks (`HookWatch`): watches the forward hooks of users.
+
+    Raises:
+        `NotServable`: a forward hook changes values; the caller's cache is empty again.
 
     Returns:
         `torch.Tensor` of shape `(B, K, hidden)`: the final hidden states of the kept columns.
@@ -63,13 +68,14 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
     record, options = encoded.record, encoded.options
     while True:
         try:
-            with record.timed("prefill"):
+            with record.timed("prefill"), hooks.watching(text_model):
                 hidden = _forward(text_model, request, target)
             break
+        except HookChangesValues as reason:
+            _empty(target)
+            raise NotServable(str(reason)) from None
         except StoreReadError:
-            # some layers may already stand in the caller's cache, which was empty before
-            if target is not None:
-                target.reset()
+            _empty(target)
             for use in request.uses:
                 if use.failed:
                     options.store.discard(KIND, use.group, use.entry_name)
@@ -77,6 +83,7 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
             request.uses = decide(request.prompt, encoded, options, request.shape, avoid)
     if target is not None:
         setattr(target, TAINT, any(use.kind == "reused" for use in request.uses))
+        setattr(target, REQUEST, record)
     remember(request.uses, encoded, options)
     with record.timed("storing"):
         record.bytes_written += store_captured(request.uses, options)
@@ -88,6 +95,12 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
     return hidden
 
 
+def _empty(target: Cache | None) -> None:
+    """Takes back the layers that already stand in the caller's cache, which was empty before."""
+    if target is not None:
+        target.reset()
+
+
 def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
     prompt, uses, encoded = request.prompt, request.uses, request.encoded
     spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in uses]
@@ -95,6 +108,8 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
     plan = plan_prefill(lengths, spans, request.shape.layers, prompt.ghosts)
     needed = sorted({index for _, index, _, _ in plan[0].visual})
     encoded.look_up(needed)
+    if encoded.altered:
+        raise HookChangesValues("a forward hook changes the image features")
 
     flat = _flat_columns(prompt, plan[0].runs).to(request.input_ids.device)
     hidden = text_model.embed_tokens(request.input_ids.flatten()[flat])[None]

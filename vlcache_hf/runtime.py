@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from .cache import VLCache
 from .config import VLCacheConfig
 from .fingerprint import FingerprintError, WeightsFingerprint
+from .hooks import HookWatch
 from .keys import ModelKeys, model_keys
 from .options import Options
 from .records import RequestRecord, Stats, StatsCounter
@@ -38,6 +39,7 @@ class VLCacheRuntime:
         self._stores: dict[tuple[Any, ...], DiskStore] = {}
         self._schedules: dict[tuple[Any, ...], RecomputeSchedule] = {}
         self._warned: set[str] = set()
+        self.hooks = HookWatch()
         # per thread and task: threads that share a model must not read each other's record
         self._last: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("vlcache", default=None)
 

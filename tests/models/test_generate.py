@@ -61,14 +61,14 @@ def test_expanded_rows(pair, chat, kwargs):
     assert pair.ours.vlcache.stats().entries_stored == 1  # one for three beams
 
 
-def test_streamer(pair, chat):
+def test_streamer(either, chat):
     streamers = []
 
     def make(model):
         streamers.append(Collector())
         return {"streamer": streamers[-1]}
 
-    expected = pair.check(chat, make=make)
+    expected = either.check(chat, make=make)
     assert [s.tokens for s in streamers] == [expected[0].tolist()] * 3
     assert [s.ended for s in streamers] == [1, 1, 1]
 
@@ -97,20 +97,20 @@ def test_chunk_for_the_active_tokens(pair, chat):
     assert pair.ours.vlcache.last_request.in_full is None
 
 
-def test_chunk_for_the_whole_prompt(pair, chat):
-    pair.check(chat, prefill_chunk_size=512)
+def test_chunk_for_the_whole_prompt(either, chat):
+    either.check(chat, prefill_chunk_size=512)
 
 
 @pytest.mark.parametrize("size", [1, 4, 7])
-def test_small_chunks_reuse_features_only(pair, chat, size):
-    expected = tiny.generate(pair.stock, chat, prefill_chunk_size=size)
+def test_small_chunks_reuse_features_only(either, chat, size):
+    expected = tiny.generate(either.stock, chat, prefill_chunk_size=size)
     for towers in (1, 0):
-        got, ran = pair.towers(lambda: tiny.generate(pair.ours, chat, prefill_chunk_size=size))
+        got, ran = either.towers(lambda: tiny.generate(either.ours, chat, prefill_chunk_size=size))
         assert got.tolist() == expected.tolist()
         assert ran == towers
-        assert "chunk" in pair.ours.vlcache.last_request.in_full
-    assert [image.encoder for image in pair.ours.vlcache.last_request.images] == ["hit"]
-    assert len(pair.files) == 1  # no KV
+        assert "chunk" in either.ours.vlcache.last_request.in_full
+    assert [image.encoder for image in either.ours.vlcache.last_request.images] == ["hit"]
+    assert len(either.files) == 1  # no KV
 
 
 def test_small_chunks_of_a_batch(either):
@@ -139,9 +139,7 @@ def test_dict_outputs(pair, chat, kwargs):
     images = kwargs.get("num_beams", 1)
     # without a cache the second step of the cold call meets the entry of the first
     cold = ["exact"] if kwargs.get("use_cache") is False else ["miss"] * images
-    result = pair.check(
-        chat, cold=cold, warm=["exact"] * images, return_dict_in_generate=True, **kwargs
-    )
+    result = pair.check(chat, cold=cold, warm=["exact"] * images, return_dict_in_generate=True, **kwargs)
     if kwargs.get("use_cache") is not False:
         assert result.cache.get_seq_length() == chat["input_ids"].shape[1] + 7
 
@@ -219,112 +217,3 @@ def test_prompt_that_ends_in_an_image(pair):
         got, ran = pair.towers(lambda: tiny.generate(pair.ours, inputs))
         assert got.tolist() == expected.tolist()
         assert (ran, pair.kinds) == (towers, kinds)
-
-
-def test_without_token_types(pair, chat):
-    """`generate()` then uses sequential positions: another layout, never mixed with M-RoPE."""
-    bare = {name: value for name, value in chat.items() if name != "mm_token_type_ids"}
-    first = pair.check(chat)
-    second = pair.check(bare)
-    pair.check(chat, cold=["exact"])
-    assert first.tolist() != second.tolist()
-    assert pair.ours.vlcache.stats().reused == 0
-
-
-def test_rope_deltas_follow_stock(pair):
-    """Image, other size, text only, image, a batch, a single row: as stock leaves them, cold and warm."""
-    one = tiny.batch(tiny.prompt(tiny.text(0, 5), tiny.image(0), tiny.text(1, 6)))
-    two = tiny.batch(tiny.prompt(tiny.text(0, 5), tiny.image(1, 4, 12), tiny.text(1, 6)))
-    text = tiny.batch(tiny.prompt(tiny.text(4, 9)))
-    ragged = tiny.batch(
-        tiny.prompt(tiny.text(0, 5), tiny.image(0), tiny.text(1, 6)), tiny.prompt(tiny.text(4, 9)), side="left"
-    )
-    for _ in range(2):
-        for inputs in (one, two, text, one, ragged, one):
-            expected, got = tiny.generate(pair.stock, inputs), tiny.generate(pair.ours, inputs)
-            assert got.tolist() == expected.tolist()
-            assert pair.ours.model.rope_deltas.tolist() == pair.stock.model.rope_deltas.tolist()
-            (out, wanted) = pair.forward(inputs, logits_to_keep=1)
-            assert (out.logits - wanted.logits).abs().max() <= 1e-5
-            assert pair.ours.model.rope_deltas.tolist() == pair.stock.model.rope_deltas.tolist()
-    assert pair.ours.vlcache.stats().exact > 10
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_broken_off_prefill_stores_nothing(pair, chat, error):
-    block = pair.ours.model.language_model.layers[2]
-
-    def fail(*_):
-        raise error("stop")
-
-    handle = block.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(error, match="stop"):
-            tiny.generate(pair.ours, chat)
-    finally:
-        handle.remove()
-    assert pair.files == []
-    pair.check(chat)
-
-
-def test_broken_off_tower_stores_nothing(qwen3, chat):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    handle = qwen3.ours.model.visual.blocks[1].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tiny.generate(qwen3.ours, chat)
-    finally:
-        handle.remove()
-    assert qwen3.files == []
-    qwen3.check(chat)
-
-
-def test_inputs_are_not_changed(pair, chat):
-    before = tiny.clone(chat)
-    for _ in range(2):
-        pair.ours.generate(**chat, max_new_tokens=3, do_sample=False)
-        assert all(chat[name].equal(value) for name, value in before.items())
-    assert pair.kinds == ["exact"]
-
-
-def test_wrong_number_of_features_fails_as_stock(pair, chat):
-    short = dict(chat, pixel_values=tiny.image(0, 4, 8)[0], image_grid_thw=torch.tensor([[1, 4, 8]]))
-    with pytest.raises(Exception) as expected:
-        tiny.generate(pair.stock, short)
-    with pytest.raises(type(expected.value)) as got:
-        tiny.generate(pair.ours, short)
-    assert str(got.value) == str(expected.value)
-    pair.check(chat)
-
-
-def test_pixels_without_grid_fail_as_stock(pair, chat):
-    bare = {name: value for name, value in chat.items() if name != "image_grid_thw"}
-    with pytest.raises(Exception) as expected:
-        tiny.generate(pair.stock, bare)
-    with pytest.raises(type(expected.value)):
-        tiny.generate(pair.ours, bare)
-
-
-def test_inference_mode(pair, chat):
-    """Tensors stored under inference mode serve calls outside of it, and the other way round."""
-    expected = tiny.generate(pair.stock, chat)
-    with torch.inference_mode():
-        assert tiny.generate(pair.ours, chat).tolist() == expected.tolist()
-    assert pair.kinds == ["miss"]
-    pair.check(chat, cold=["exact"])
-    with torch.inference_mode():
-        assert tiny.generate(pair.ours, chat).tolist() == expected.tolist()
-    assert pair.kinds == ["exact"]
-
-
-def test_last_request_is_of_its_thread(qwen3, chat):
-    import threading
-
-    seen = []
-    tiny.generate(qwen3.ours, chat, 2)
-    thread = threading.Thread(target=lambda: seen.append(qwen3.ours.vlcache.last_request))
-    thread.start()
-    thread.join()
-    assert seen == [None] and qwen3.kinds == ["miss"]

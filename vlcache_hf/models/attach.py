@@ -8,6 +8,7 @@ from typing import Any
 from ..attention import NAME
 from ..config import VLCacheConfig
 from .auto import MODEL_CLASSES
+from .kernels import resolve_base
 from .mixin import VLCacheGenerationMixin
 
 
@@ -27,6 +28,7 @@ def attach(model: Any, vlcache_config: VLCacheConfig | dict[str, Any] | None = N
         `TypeError`: the model is of another class.
     """
     settings = VLCacheConfig.from_any(vlcache_config)
+    resolve_base(settings.base_attn_implementation)  # an error leaves the model as it was
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, VLCacheGenerationMixin):
         ours = next((cls for cls in MODEL_CLASSES if type(inner) is cls.vlcache_stock_class), None)

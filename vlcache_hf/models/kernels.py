@@ -30,6 +30,20 @@ def resolve_base(name: str, model: Any = None) -> str:
     return "flash_attention_2" if half and is_flash_attn_2_available() else "sdpa"
 
 
+def normalise(config: Any) -> None:
+    """Brings a composite config that is about to become one of our models into one form.
+
+    Asking for "vlcache" at the top, or for nothing at all, means the text model; a vision tower never runs it.
+
+    Args:
+        config (`PreTrainedConfig`): the composite config, changed in place.
+    """
+    top, text = config._attn_implementation, config.text_config._attn_implementation
+    if top == NAME or (top is None and text is None):
+        config.text_config._attn_implementation = NAME
+    route_vision(config, "auto")
+
+
 def route_vision(config: Any, name: str, model: Any = None) -> None:
     """The vision tower has no KV: what asks for "vlcache" there gets a stock kernel."""
     if config.vision_config._attn_implementation == NAME:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,24 @@ def signature_of(stock: Any) -> Callable[[Callable[..., Any]], Any]:
     return functools.wraps(stock)
 
 
-class VLCacheCoreMixin(_MixedInto):
+class _StockIdentity(_MixedInto):
+    """Transformers knows classes by name: the architecture that `save_pretrained` writes, the models that a pipeline
+    takes, the renamings of checkpoint keys. Ours have the modules and parameters of the stock class, so they take its
+    name (`__qualname__` keeps their own) and are no custom code."""
+
+    vlcache_stock_class: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "vlcache_stock_class" in cls.__dict__:
+            cls.__name__ = cls.vlcache_stock_class.__name__
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False
+
+
+class VLCacheCoreMixin(_StockIdentity):
     """Mixed into the base model (`model.model`), whose forward is where a prefill is replaced."""
 
     def vlcache_core_forward(self, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,28 +61,24 @@ class VLCacheCoreMixin(_MixedInto):
         use_cache = kwargs.get("use_cache")
         if cache is None and (text_model.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=text_model.config)
-        hidden = run(text_model, request, cache)
+        hidden = run(text_model, request, cache, request.encoded.owner.hooks)
         # without `image_outputs`: the stock caller makes a tuple of all fields, which would bring every feature
         return self.vlcache_output_class(last_hidden_state=hidden, cache=cache)
 
 
-class VLCacheGenerationMixin(_MixedInto):
+class VLCacheGenerationMixin(_StockIdentity):
     """Mixed into the `...ForConditionalGeneration` classes."""
 
     vlcache_core_class: type
-    vlcache_stock_class: type
+    vlcache_arguments: tuple[str, ...]
     vlcache: VLCacheRuntime
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "vlcache_stock_class" in cls.__dict__:
-            # `save_pretrained` writes the name as the architecture, and pipelines compare it: both want the stock one
-            cls.__name__ = cls.vlcache_stock_class.__name__
+        cls.vlcache_arguments = tuple(inspect.signature(cls.vlcache_stock_class.forward).parameters)[1:]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config._attn_implementation is None:
-            config._attn_implementation = NAME
-        kernels.route_vision(config, "auto")
+        kernels.normalise(config)
         super().__init__(config, *args, **kwargs)
         self.vlcache_install(VLCacheConfig())
 
@@ -116,11 +131,12 @@ class VLCacheGenerationMixin(_MixedInto):
 
     def vlcache_forward(self, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves what can be served and leaves the rest to the stock forward."""
+        kwargs = {**dict(zip(self.vlcache_arguments, args)), **kwargs}
         outputs = kwargs.get("mm_encoder_outputs") or {}
         encoded = outputs.get("image")
-        has_pixels = kwargs.get("pixel_values") is not None
-        if args or torch.compiler.is_compiling() or not (has_pixels or isinstance(encoded, EncodedImages)):
-            return stock(self, *args, **kwargs)
+        has_pixels = kwargs.get("pixel_values") is not None and kwargs.get("pixel_values_videos") is None
+        if torch.compiler.is_compiling() or not (has_pixels or isinstance(encoded, EncodedImages)):
+            return stock(self, **kwargs)
         if encoded is None and self._vlcache_on and not outputs and not wants_full_outputs(self, kwargs):
             encoded = encode(self, kwargs["pixel_values"], kwargs.get("image_grid_thw"), kwargs.get("cache"))
             if encoded is not None:
@@ -128,26 +144,35 @@ class VLCacheGenerationMixin(_MixedInto):
         if not isinstance(encoded, EncodedImages) or encoded.owner is not self.vlcache:
             return stock(self, **kwargs)
         result = self._vlcache_serve(stock, encoded, kwargs)
-        if has_pixels and isinstance(result, ModelOutput):
-            result.image_outputs = encoded
-        return result
+        return self._with_image_outputs(result, encoded) if has_pixels else result
 
     def _vlcache_serve(self, stock: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> Any:
-        runtime: VLCacheRuntime = self.vlcache
         encoded.begin()
         record = encoded.record
         try:
             request = encoded.take_planned() or plan_request(self, encoded, kwargs)
+            result = stock(self, **kwargs, **{REQUEST: request})
         except NotServable as reason:
             record.in_full = str(reason)
             result = stock(self, **kwargs)
             encoded.note_in_full()
-        else:
-            result = stock(self, **kwargs, **{REQUEST: request})
+        self._vlcache_finish(encoded)
+        return result
+
+    def _vlcache_finish(self, encoded: EncodedImages) -> None:
+        record = encoded.record
         with record.timed("storing"):
             record.bytes_written += encoded.write_pending()
-        runtime.finish(record)
-        return result
+        self.vlcache.finish(record)
+
+    def _with_image_outputs(self, result: Any, encoded: EncodedImages) -> Any:
+        """Gives the result of a direct `forward` plain features: they keep no pixels and no model alive."""
+        features = encoded.materialized(self.model.vlcache_features_class)
+        if isinstance(result, ModelOutput):
+            result.image_outputs = features
+            return result
+        served = self.vlcache.last_request is not None and self.vlcache.last_request.in_full is None
+        return (*result, features.to_tuple()) if served else result
 
     # --- generate
 
@@ -214,10 +239,11 @@ class VLCacheGenerationMixin(_MixedInto):
                 model_kwargs["mm_encoder_outputs"]["image"] = encoded.materialized(self.model.vlcache_features_class)
                 encoded.record.in_full = "the tokens to compute do not fit one prefill chunk"
                 encoded.note_in_full()
-                with encoded.record.timed("storing"):
-                    encoded.record.bytes_written += encoded.write_pending()
-                self.vlcache.finish(encoded.record)
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+                self._vlcache_finish(encoded)
+        # where users have compiled `forward`, a prefill of ours still runs as Python: a graph can read no store
+        ours = isinstance((model_kwargs.get("mm_encoder_outputs") or {}).get("image"), EncodedImages)
+        with torch.compiler.set_stance("force_eager") if ours else contextlib.nullcontext():
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _vlcache_fits(
         self, encoded: EncodedImages, input_ids: torch.Tensor, model_kwargs: dict[str, Any], chunk: int

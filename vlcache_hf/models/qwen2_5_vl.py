@@ -16,6 +16,7 @@ from .mixin import VLCacheCoreMixin, VLCacheGenerationMixin, signature_of
 class VLCacheQwen2_5_VLModel(VLCacheCoreMixin, Qwen2_5_VLModel):
     """`Qwen2_5_VLModel` whose prefill is packed when a request for it comes along."""
 
+    vlcache_stock_class = Qwen2_5_VLModel
     vlcache_output_class = MultimodalBaseModelOutputWithPast
     vlcache_features_class = BaseModelOutputWithPooling
 

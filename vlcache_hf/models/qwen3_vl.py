@@ -17,6 +17,7 @@ from .mixin import VLCacheCoreMixin, VLCacheGenerationMixin, signature_of
 class VLCacheQwen3VLModel(VLCacheCoreMixin, Qwen3VLModel):
     """`Qwen3VLModel` whose prefill is packed when a request for it comes along."""
 
+    vlcache_stock_class = Qwen3VLModel
     vlcache_output_class = MultimodalBaseModelOutputWithPast
     vlcache_features_class = BaseModelOutputWithDeepstackFeatures
 

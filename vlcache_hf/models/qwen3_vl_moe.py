@@ -17,6 +17,7 @@ from .mixin import VLCacheCoreMixin, VLCacheGenerationMixin, signature_of
 class VLCacheQwen3VLMoeModel(VLCacheCoreMixin, Qwen3VLMoeModel):
     """`Qwen3VLMoeModel` whose prefill is packed when a request for it comes along."""
 
+    vlcache_stock_class = Qwen3VLMoeModel
     vlcache_output_class = Qwen3VLMoeBaseModelOutputWithPast
     vlcache_features_class = BaseModelOutputWithDeepstackFeatures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     core, runtime = model.model, model.vlcache
     if not isinstance(pixels, torch.Tensor) or not isinstance(grids, torch.Tensor):
         return None
+    if runtime.hooks.has_inner_hooks(core.visual) or runtime.hooks.has_changing_hooks(core.visual):
+        return None
     merge = core.visual.spatial_merge_size**2
     if pixels.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3:
         return None
@@ -71,12 +74,13 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     if keys is None:
         return None
 
-    def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor) -> Any:
+    def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor, watched: bool) -> Any:
         runtime.vision_called()
-        return core.get_image_features(some_pixels, some_grids, return_dict=True)
+        with runtime.hooks.watching(core.visual) if watched else contextlib.nullcontext():
+            return core.get_image_features(some_pixels, some_grids, return_dict=True)
 
     levels = len(getattr(core.config.vision_config, "deepstack_visual_indexes", None) or ())
-    return EncodedImages(runtime, keys, pixels, grids, merge, tower, options, core.visual.dtype, levels)
+    return EncodedImages(runtime, keys, pixels, grids, merge, tower, options, levels)
 
 
 def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> PrefillRequest:
@@ -93,6 +97,8 @@ def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> 
     _check_model(model)
     _check_arguments(model, kwargs)
     core, input_ids = model.model, kwargs["input_ids"]
+    if int((input_ids == model.config.image_token_id).sum()) != sum(encoded.lengths):
+        raise NotServable("image tokens and images do not match")  # before positions, as stock
     position_ids = _positions(core, kwargs)
     prompt = read_prompt(
         input_ids,
@@ -115,6 +121,11 @@ def _kv_dtype(core: Any) -> torch.dtype:
 
 
 def _check_model(model: Any) -> None:
+    hooks, text_model = model.vlcache.hooks, model.model.language_model
+    if hooks.has_changing_hooks(text_model):
+        raise NotServable("a forward hook changes values")
+    if hooks.has_own_hooks(model.model) or hooks.has_own_hooks(text_model):
+        raise NotServable("the model as a whole has forward hooks, which a packed prefill passes by")
     text = model.config.text_config
     if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
         raise NotServable("the model has layers without full attention, which have no KV per token")
@@ -176,14 +187,15 @@ def _positions(core: Any, kwargs: dict[str, Any]) -> torch.Tensor:
             "mm_token_type_ids": kwargs.get("mm_token_type_ids"),
         }
         position_ids = core.compute_3d_position_ids(**arguments)
+    text_positions = None
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).view(1, 1, -1).expand(3, batch, -1)
     elif position_ids.ndim == 2:
-        position_ids = position_ids[None].expand(3, batch, -1)
-    if position_ids.shape[0] == 4:
+        text_positions, position_ids = position_ids, position_ids[None].expand(3, batch, -1)
+    elif position_ids.shape[0] == 4:
         text_positions, position_ids = position_ids[0], position_ids[1:]
-        steps = text_positions[:, 1:] - text_positions[:, :-1]
-        if mask is None and kwargs.get("cache") is None and bool((steps != 1).any()):
+    if text_positions is not None and mask is None and kwargs.get("cache") is None:
+        if bool((text_positions[:, 1:] - text_positions[:, :-1] != 1).any()):
             raise NotServable("packed sequences have masks of their own")
     if tuple(position_ids.shape[1:]) != tuple(input_ids.shape):
         position_ids = position_ids.expand(-1, *input_ids.shape)
