@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import tiny
-from vlcache_hf import fingerprint
+from vlcache_hf import bits, fingerprint
 from vlcache_hf.fingerprint import FingerprintError, WeightsFingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int64]
@@ -39,7 +39,7 @@ def of(tensor: torch.Tensor) -> str:
 def small_chunks(monkeypatch, request):
     """The table of a million multipliers takes longer than all else here."""
     if "real_chunks" not in request.fixturenames:
-        monkeypatch.setattr(fingerprint, "_CHUNK_LANES", 64)
+        monkeypatch.setattr(bits, "_BLOCK", 64)
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def real_chunks():
 def hashed(monkeypatch):
     """Keys of the tensors that were read."""
     seen: list[str] = []
-    original = WeightsFingerprint._hash
+    original = fingerprint._hash
 
-    def spy(hasher, module, leaf, tensor, key):
-        seen.append(key)
-        return original(hasher, module, leaf, tensor, key)
+    def spy(hasher, weight):
+        seen.append(weight.key)
+        return original(hasher, weight)
 
-    monkeypatch.setattr(WeightsFingerprint, "_hash", staticmethod(spy))
+    monkeypatch.setattr(fingerprint, "_hash", spy)
     return seen
 
 
@@ -127,9 +127,9 @@ def test_one_high_bit_of_several_elements_counts(dtype, at, bit):
 
 def test_a_large_tensor_is_read_to_its_end(real_chunks):
     """More than one chunk of the real size, in the last lane of which one bit changes."""
-    tensor = torch.zeros(fingerprint._CHUNK_LANES + 5, dtype=torch.int64)
+    tensor = torch.zeros(bits._BLOCK + 5, dtype=torch.int64)
     found = {of(tensor)}
-    for at in (0, fingerprint._CHUNK_LANES - 1, fingerprint._CHUNK_LANES, -1):
+    for at in (0, bits._BLOCK - 1, bits._BLOCK, -1):
         other = tensor.clone()
         other[at] = 1
         found.add(of(other))
@@ -137,7 +137,7 @@ def test_a_large_tensor_is_read_to_its_end(real_chunks):
 
 
 def test_changes_far_apart_count(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_CHUNK_LANES", 16)  # many chunks
+    monkeypatch.setattr(bits, "_BLOCK", 16)  # many chunks
     tensor = torch.arange(400, dtype=torch.int64)
     swapped = tensor.view(-1, 16).flip(0).reshape(-1)
     moved = tensor.clone()

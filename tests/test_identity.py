@@ -461,7 +461,7 @@ def test_features_that_a_caller_kept_while_the_weights_changed(qwen3, qwen3_refe
 
 @torch.no_grad()
 def test_features_that_a_caller_passes_again(qwen3, qwen3_reference):
-    """The same with unchanged weights. Plain features show nothing of where they are from: they are taken as they are."""
+    """The same with unchanged weights: nothing is encoded again."""
     old, other = ask(tiny.image(0)), ask(tiny.image(0), question=2)
     kept = qwen3(**old, logits_to_keep=1).image_outputs
     rest = {name: value for name, value in other.items() if name != "pixel_values"}

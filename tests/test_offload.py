@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 import vlcache_hf
 from tests import tiny
-from vlcache_hf.fingerprint import WeightsFingerprint
+from vlcache_hf import fingerprint
 
 REQUEST = tiny.batch(tiny.prompt(tiny.text(0, 3), tiny.image(0), tiny.text(1, 5)))
 
@@ -138,13 +138,13 @@ def test_offloaded_weights_are_read_for_the_fingerprint_once(tmp_path, monkeypat
     ours = load(save(tmp_path)[1], tmp_path, SOME_LAYERS)
     tiny.generate(ours, REQUEST)
     read = []
-    original = WeightsFingerprint._hash
+    original = fingerprint._hash
 
-    def spy(hasher, module, leaf, tensor, key):
-        read.append(key)
-        return original(hasher, module, leaf, tensor, key)
+    def spy(hasher, weight):
+        read.append(weight.key)
+        return original(hasher, weight)
 
-    monkeypatch.setattr(WeightsFingerprint, "_hash", staticmethod(spy))
+    monkeypatch.setattr(fingerprint, "_hash", spy)
     tiny.generate(ours, REQUEST)
     assert tiny.kinds(ours) == ["exact"]
     assert read == []
@@ -152,8 +152,6 @@ def test_offloaded_weights_are_read_for_the_fingerprint_once(tmp_path, monkeypat
 
 def test_weights_that_cannot_be_read_are_not_cached(tmp_path, monkeypatch, caplog):
     """Neither a crash nor an empty fingerprint."""
-    from vlcache_hf import fingerprint
-
     stock = tiny.stock("qwen3_vl")
     ours = vlcache_hf.attach(offloaded_to_cpu(tmp_path), {"cache_dir": tmp_path / "cache"})
     monkeypatch.setattr(fingerprint, "_offloaded", lambda module, name: None)

@@ -237,6 +237,16 @@ def test_merge_and_unload(pair, met, safe):
     check(stock, ours, "exact")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_adapter_merged_into_a_model_in_use(tmp_path, frozen):
+    """No request sees the wrapper: the same module tree, the same tensors, the same version counters."""
+    stock, ours = tiny.stock("qwen3_vl"), vlcache_hf.attach(tiny.stock("qwen3_vl"), {"cache_dir": tmp_path / "cache"})
+    if frozen:
+        ours.requires_grad_(False)
+    check(stock, ours, "miss")
+    check(wrap(stock).merge_and_unload(), wrap(ours).merge_and_unload(), "miss")
+
+
 def test_dora(tmp_path):
     settings = {"cache_dir": tmp_path / "cache"}
     stock, ours = tiny.stock("qwen3_vl"), vlcache_hf.attach(tiny.stock("qwen3_vl"), settings)

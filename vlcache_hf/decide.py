@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .encoder import EncodedImages
+from .encoder import EncodedImages, grid_fields
 from .options import Options
 from .plan import Runs, policy_runs
 from .prompt import Prompt
@@ -72,18 +72,18 @@ def decide(
     tainted_row = -1  # images come row by row: the last row in which a lossy reuse stands
     captured: set[tuple[str, str]] = set()
     look_up = _LookUp(options, shape, avoid)
-    for image, key, context in zip(prompt.images, keys, contexts):
+    for image, key, grid, context in zip(prompt.images, keys, encoded.grids, contexts):
         group = encoded.keys.kv_group(key, prompt.layout(image))
         record = ImageRecord(image.row, image.length, layers=shape.layers, key=key)
-        use = ImageUse(image, group, context, "miss", ((((0, image.length),),) * shape.layers), record)
+        use = ImageUse(image, group, context, grid, "miss", ((((0, image.length),),) * shape.layers), record)
         uses.append(use)
         tainted = tainted_row == image.row
-        found = look_up(group, context, image.length)
+        found = look_up(group, context, image.length, grid)
         if found is not None and not image.asked:
             _hit(use, "exact", found, ((),) * shape.layers)
         elif found is None and not image.asked and options.lossy_allowed:
             names = (name for name in options.store.names(KIND, group) if name != context)
-            other = next((hit for name in names if (hit := look_up(group, name, image.length))), None)
+            other = next((hit for name in names if (hit := look_up(group, name, image.length, grid))), None)
             if other is not None and (tainted or not _met_before(encoded, options, group, context)):
                 _hit(use, "reused", other, _recompute(options, image.length))
                 tainted_row = image.row
@@ -117,10 +117,10 @@ class _LookUp:
         self._options, self._shape = options, shape
         self._found: dict[tuple[str, str], _Found | None] = {key: None for key in avoid}
 
-    def __call__(self, group: str, name: str, tokens: int) -> _Found | None:
+    def __call__(self, group: str, name: str, tokens: int, grid: tuple[int, ...]) -> _Found | None:
         if (group, name) not in self._found:
             entry = self._options.store.get(KIND, group, name)
-            if entry is not None and not self._shape.fits(entry, tokens):
+            if entry is not None and not (entry.fields == grid_fields(grid) and self._shape.fits(entry, tokens)):
                 self._options.store.discard(KIND, group, name)
                 entry = None
             self._found[group, name] = None if entry is None else _Found(entry, name)
@@ -153,7 +153,12 @@ def store_captured(uses: Sequence[ImageUse], options: Options) -> int:
             name: tensor for layer, pair in enumerate(use.captured) for name, tensor in zip(layer_names(layer), pair)
         }
         size = options.store.put(
-            KIND, use.group, use.context, tensors, {}, max_in_group=options.config.contexts_per_image
+            KIND,
+            use.group,
+            use.context,
+            tensors,
+            grid_fields(use.grid),
+            max_in_group=options.config.contexts_per_image,
         )
         use.record.stored = size > 0
         use.captured.clear()

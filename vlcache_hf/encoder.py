@@ -37,6 +37,11 @@ class ImageFeatures:
         return {"pooled": self.pooled, **{f"deepstack.{i}": level for i, level in enumerate(self.deepstack)}}
 
 
+def grid_fields(grid: Sequence[int]) -> dict[str, str]:
+    """What an entry says of its image beside its key, compared when it is found: a second lock on the door."""
+    return {"grid": "x".join(map(str, grid))}
+
+
 @dataclass
 class _Image:
     """A distinct image of a request; its repetitions and its beams share it."""
@@ -72,7 +77,7 @@ class EncodedImages:
     packed prefill asks for the rows it needs and for nothing on an exact hit.
 
     Args:
-        owner (`VLCacheRuntime`): the runtime whose model this was made for; another model treats it as foreign features.
+        owner (`VLCacheRuntime`): of the model that this was made for; to other models it is foreign features.
         keys (`ModelKeys`): state of the model.
         pixels (`torch.Tensor` of shape `(patches, patch_values)`): the request's `pixel_values`.
         grids (`torch.Tensor` of shape `(images, 3)`): its `image_grid_thw`.
@@ -133,6 +138,10 @@ class EncodedImages:
     def lengths(self) -> list[int]:
         """Number of tokens of each image, in prompt order."""
         return [self._shared.images[i].tokens for i in self._order]
+
+    @property
+    def grids(self) -> list[tuple[int, ...]]:
+        return [self._shared.images[i].grid for i in self._order]
 
     @property
     def image_keys(self) -> list[str]:
@@ -228,8 +237,10 @@ class EncodedImages:
         if entry is None:
             return None
         names = {"pooled", *(f"deepstack.{level}" for level in range(self._shared.levels))}
-        fits = set(entry.keys()) == names and all(
-            len(entry.shape(name)) == 2 and entry.shape(name)[0] == image.tokens for name in names
+        fits = (
+            entry.fields == grid_fields(image.grid)
+            and set(entry.keys()) == names
+            and all(len(entry.shape(name)) == 2 and entry.shape(name)[0] == image.tokens for name in names)
         )
         if not fits:
             self._shared.options.store.discard(KIND, image.key, image.key)
@@ -287,7 +298,8 @@ class EncodedImages:
             key, tensors = self._shared.images[i].key, features.tensors()
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             if store.accepts(nbytes):
-                written += store.put(KIND, key, key, {name: t.detach().cpu() for name, t in tensors.items()}, {})
+                host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+                written += store.put(KIND, key, key, host, grid_fields(self._shared.images[i].grid))
         self._shared.pending.clear()
         return written
 

@@ -7,118 +7,69 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from .bits import BitsHash, Canary
 from .keys import Digest
-
-_CHUNK_LANES = 1 << 20  # 8 MiB of weights at a time keeps the temporaries small on any device
-_MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15 | 1
 
 
 class FingerprintError(RuntimeError):
     """A tensor's bits cannot be read, so the model cannot be told from another one."""
 
 
-def _lane_weights(salt: int) -> torch.Tensor:
-    """One odd 64-bit multiplier per lane. Odd: a single changed lane always changes the sum modulo 2^64."""
-    index = np.arange(1, _CHUNK_LANES + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        mixed = (index + np.uint64(salt)) * np.uint64(_STEP)
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return torch.from_numpy((mixed | np.uint64(1)).view(np.int64))
-
-
-class _BitsHash:
-    """Two position-weighted sums of the raw bits modulo 2^64. Integer sums: no rounding, the same on every device."""
-
-    def __init__(self) -> None:
-        self._weights = (_lane_weights(1), _lane_weights(0x5851F42D4C957F2D))
-        self._on: dict[torch.device, tuple[torch.Tensor, ...]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> str:
-        flat = tensor.detach().contiguous().reshape(-1)
-        raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-        tail = raw.numel() % 8
-        if tail or raw.storage_offset() % 8:
-            padded = raw.new_zeros((raw.numel() + 7) // 8 * 8)
-            padded[: raw.numel()] = raw
-            raw = padded
-        lanes = raw.view(torch.int64)
-        if lanes.device not in self._on:
-            self._on[lanes.device] = tuple(weights.to(lanes.device) for weights in self._weights)
-        sums = [0, 0]
-        for chunk in lanes.split(_CHUNK_LANES):
-            for i, weights in enumerate(self._on[lanes.device]):
-                partial = int((chunk * weights[: chunk.numel()]).sum())
-                sums[i] = (sums[i] * _STEP + partial) & _MASK
-        return Digest("tensor", str(tensor.dtype), *tensor.shape, "|", *sums).hex()
-
-
 @dataclass
 class _Hashed:
-    tensor: weakref.ref[torch.Tensor]
+    anchor: weakref.ref[Any]
     state: tuple[int, int]
     digest: str
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of the model, or where accelerate keeps it.
 
+    Args:
+        key (`str`): its name, that of the bare model.
+        tensor (`torch.Tensor`): the tensor; on `meta` when it has to be loaded.
+        source (`Mapping`, *optional*): the loader of a tensor on `meta`.
+        name (`str`): its name in `source`.
+    """
 
-def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The plain tensors behind a parameter: itself, the parts of a wrapper subclass, and quantisation scales."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [(f".{name}", getattr(tensor, name)) for name in names]
-    else:
-        parts = [("", tensor)]
-    # bitsandbytes keeps the scales beside the packed bytes, outside parameters and buffers
-    for holder, name in ((getattr(tensor, "quant_state", None), "absmax"), (tensor, "SCB")):
-        scale = getattr(holder, name, None)
-        if isinstance(scale, torch.Tensor):
-            parts.append((f".{name}", scale))
-    return parts
+    key: str
+    tensor: torch.Tensor
+    source: Any = None
+    name: str = ""
 
+    @property
+    def anchor(self) -> Any:
+        """The object whose identity stands for the weight: accelerate makes a new meta tensor after every forward."""
+        return self.tensor if self.source is None else self.source
 
-def _is_adapter_layer(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters")
-
-
-def _is_adapter_container(module: nn.Module) -> bool:
-    """Whether the children or parameters of a module are named after adapters."""
-    return isinstance(module, (nn.ModuleDict, nn.ParameterDict)) or type(module).__name__ == "BufferDict"
-
-
-def _offloaded(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The value of a parameter that accelerate keeps off the module (`meta`), from its weights map."""
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
-        weights_map = getattr(part, "weights_map", None)
-        if weights_map is not None:
-            try:
-                return weights_map[name]
-            except KeyError:
-                continue
-    return None
+    @property
+    def state(self) -> tuple[int, int]:
+        if self.source is not None:
+            return (0, 0)
+        return (0 if self.tensor.is_inference() else self.tensor._version, _address(self.tensor))
 
 
 class WeightsFingerprint:
-    """Fingerprints parts of a model; hashes a tensor once and then watches its identity, version and address.
+    """Fingerprints parts of a model; hashes a tensor once and then watches its identity, version and address, and a
+    sample of its values.
 
-    Changes made through `tensor.data` move none of these: call `refresh()` after them.
+    A change through `tensor.data` moves no version. One that touches most values, like merging an adapter, shows in
+    the sample; one that touches a few may not: call `refresh()` after it. Inference tensors have no version at all and
+    are hashed at every request.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Hashed] = {}
-        self._merged: dict[str, tuple[Any, ...]] = {}
+        self._canaries: dict[str, Canary] = {}
 
     def refresh(self) -> None:
         """Forgets all that was hashed: the next request reads every weight again."""
         self._seen.clear()
+        self._canaries.clear()
 
     def digest(self, root: nn.Module, name: str) -> str:
         """Fingerprint of a module.
@@ -134,62 +85,117 @@ class WeightsFingerprint:
         Raises:
             `FingerprintError`: a tensor cannot be read.
         """
-        total, hasher = Digest("weights"), None
-        for key, module, leaf, tensor in self._tensors(root, name, total):
-            state = (_version(tensor), 0 if tensor.device.type == "meta" else _address(tensor))
-            known = self._seen.get(key)
-            if known is None or known.tensor() is not tensor or known.state != state:
-                hasher = hasher or _BitsHash()
-                known = _Hashed(weakref.ref(tensor), state, self._hash(hasher, module, leaf, tensor, key))
-                self._seen[key] = known
-            total.add(key.removeprefix(name), known.digest)
+        total = Digest("weights")
+        weights = list(_weights(root, name, total))
+        stale = [weight for weight in weights if not self._known(weight)]
+        canary = self._canaries.get(name)
+        if canary is not None and canary.changed() - {weight.key for weight in stale}:
+            stale = weights  # values moved where no counter did: nothing that is known can be trusted
+        if stale:
+            hasher = BitsHash()
+            for weight in stale:
+                digest = _hash(hasher, weight)
+                self._seen[weight.key] = _Hashed(weakref.ref(weight.anchor), weight.state, digest)
+            self._canaries[name] = Canary({weight.key: weight.tensor for weight in weights})
+        for weight in weights:
+            total.add(weight.key.removeprefix(name), self._seen[weight.key].digest)
         return total.hex()
 
-    def _tensors(
-        self, module: nn.Module, path: str, total: Digest
-    ) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-        live = self._live_adapters(module, path, total) if _is_adapter_layer(module) else None
-        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                yield f"{path}.{leaf}", module, leaf, tensor
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            if live is not None and _is_adapter_container(child):
-                for key, owner, leaf, tensor in self._tensors(child, f"{path}.{name}", total):
-                    if key.removeprefix(f"{path}.{name}.").split(".")[0] in live:
-                        yield key, owner, leaf, tensor
-            else:
-                # adapters wrap a layer: the name of what they wrap stays that of the bare model
-                yield from self._tensors(child, path if name == "base_layer" else f"{path}.{name}", total)
+    def _known(self, weight: _Weight) -> bool:
+        known = self._seen.get(weight.key)
+        if known is None or (weight.source is None and weight.tensor.is_inference()):
+            return False
+        return known.anchor() is weight.anchor and known.state == weight.state
 
-    def _live_adapters(self, module: Any, path: str, total: Digest) -> list[str]:
-        """Adapters that take part as modules of their own; their switches are added to the digest."""
-        active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
-        merged = tuple(getattr(module, "merged_adapters", ()))
-        if self._merged.get(path, ()) != merged:
-            # peft merges through `.data`, which no version counter sees
-            self._merged[path] = merged
-            for key in [key for key in self._seen if key.startswith(path + ".")]:
-                del self._seen[key]
-        live = [adapter for adapter in active if adapter not in merged]
-        scaling = getattr(module, "scaling", {})
-        if live:
-            total.add("adapters", path, *live, *(str(scaling.get(adapter)) for adapter in live))
-        return live
 
-    @staticmethod
-    def _hash(hasher: _BitsHash, module: nn.Module, leaf: str, tensor: torch.Tensor, key: str) -> str:
-        value = tensor
-        if tensor.device.type == "meta":
-            offloaded = _offloaded(module, leaf)
-            if offloaded is None or offloaded.device.type == "meta":
-                raise FingerprintError(f"{key} is on the meta device and no offloaded value of it was found")
-            value = offloaded
-        try:
-            return Digest(*(text for name, part in _parts(value) for text in (name, hasher(part)))).hex()
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-            raise FingerprintError(f"the bits of {key} ({type(value).__name__}) cannot be read: {error}") from error
+def _weights(module: nn.Module, path: str, total: Digest) -> Iterator[_Weight]:
+    """All tensors that take part; the switches of adapters are added to `total`."""
+    live = _live_adapters(module, path, total) if _is_adapter_layer(module) else None
+    for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            yield _located(module, leaf, tensor, f"{path}.{leaf}")
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if live is not None and _is_adapter_container(child):
+            for weight in _weights(child, f"{path}.{name}", total):
+                if weight.key.removeprefix(f"{path}.{name}.").split(".")[0] in live:
+                    yield weight
+        else:
+            # adapters wrap a layer: the name of what they wrap stays that of the bare model
+            wrapped = live is not None and name in ("base_layer", "original_module")
+            yield from _weights(child, path if wrapped else f"{path}.{name}", total)
+
+
+def _is_adapter_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters")
+
+
+def _is_adapter_container(module: nn.Module) -> bool:
+    """Whether the children or parameters of a module are named after adapters."""
+    return isinstance(module, (nn.ModuleDict, nn.ParameterDict)) or type(module).__name__ == "BufferDict"
+
+
+def _live_adapters(module: Any, path: str, total: Digest) -> list[str]:
+    """Adapters that take part as modules of their own, with their scaling; merged ones are in the base weights."""
+    active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
+    live = [adapter for adapter in active if adapter not in getattr(module, "merged_adapters", ())]
+    scaling = getattr(module, "scaling", {})
+    if live:
+        total.add("adapters", path, *live, *(str(scaling.get(adapter)) for adapter in live))
+    return live
+
+
+def _located(module: nn.Module, leaf: str, tensor: torch.Tensor, key: str) -> _Weight:
+    if tensor.device.type != "meta":
+        return _Weight(key, tensor)
+    found = _offloaded(module, leaf)
+    if found is None:
+        raise FingerprintError(f"{key} is on the meta device and no offloaded value of it was found")
+    source, name = found
+    in_memory = source if isinstance(source, dict) else getattr(source, "state_dict", None) or {}
+    if isinstance(in_memory.get(name), torch.Tensor):
+        return _Weight(key, in_memory[name])
+    return _Weight(key, tensor, source, name)
+
+
+def _offloaded(module: nn.Module, leaf: str) -> tuple[Any, str] | None:
+    """Where accelerate keeps a parameter that it took off the module: the loader, and the name there."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights_map = getattr(part, "weights_map", None)
+        source, name = getattr(weights_map, "dataset", weights_map), getattr(weights_map, "prefix", "") + leaf
+        # not `name in source`: that would read the weight from disk
+        tables = [source, getattr(source, "state_dict", None), getattr(source, "index", None)]
+        if any(isinstance(table, dict) and name in table for table in tables):
+            return source, name
+    return None
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors behind a parameter: itself, the parts of a wrapper subclass, and quantisation scales."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield f".{name}", getattr(tensor, name)
+    else:
+        yield "", tensor
+    # bitsandbytes keeps the scales beside the packed bytes, outside parameters and buffers
+    holders = [("", tensor), ("quant_state", getattr(tensor, "quant_state", None))]
+    holders.append(("state2", getattr(holders[1][1], "state2", None)))
+    for label, holder in holders:
+        for name in ("SCB", "absmax", "offset", "code"):
+            scale = getattr(holder, name, None)
+            if isinstance(scale, torch.Tensor):
+                yield f".{label}.{name}", scale
+
+
+def _hash(hasher: BitsHash, weight: _Weight) -> str:
+    value = weight.tensor if weight.source is None else weight.source[weight.name]
+    try:
+        return Digest(*(text for name, part in _parts(value) for text in (name, hasher(part)))).hex()
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+        raise FingerprintError(f"the bits of {weight.key} ({type(value).__name__}) cannot be read: {error}") from error
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -28,6 +28,7 @@ class ImageUse:
         image (`PromptImage`): where it stands.
         group (`str`): key of its KV, whatever the context.
         context (`str`): digest of its context.
+        grid (`tuple[int, ...]`): its `image_grid_thw` row.
         kind (`str`): `"exact"`, `"reused"` or `"miss"`.
         recompute (`tuple[Runs, ...]`): the tokens computed at each layer.
         entry (`Entry`, *optional*): the stored KV of a hit.
@@ -40,6 +41,7 @@ class ImageUse:
     image: PromptImage
     group: str
     context: str
+    grid: tuple[int, ...]
     kind: str
     recompute: tuple[Runs, ...]
     record: ImageRecord

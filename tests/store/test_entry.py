@@ -10,17 +10,19 @@ from safetensors.torch import load_file, save_file
 
 from vlcache_hf.store import StoreReadError
 from vlcache_hf.store import entry as entry_module
-from vlcache_hf.store.entry import BadEntryError, NonFiniteError, encode_header, open_entry, write_entry
+from vlcache_hf.store import layout as layout_module
+from vlcache_hf.store.entry import BadEntryError, open_entry
+from vlcache_hf.store.layout import NonFiniteError, lay_out, write_entry
 
 KEY = ("kv", "a" * 64, "b" * 64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
 
 
 def write(path, tensors, fields=None, key=KEY):
-    start, ordered, size = encode_header(*key, tensors, fields or {})
+    layout = lay_out(*key, tensors, fields or {})
     path.unlink(missing_ok=True)
-    write_entry(path, start, ordered)
-    assert path.stat().st_size == size
+    write_entry(path, layout)
+    assert path.stat().st_size == layout.size
     return path
 
 
@@ -173,11 +175,11 @@ def test_sums_that_overflow_are_not_refused(tmp_path):
 
 def test_what_cannot_be_stored():
     with pytest.raises(ValueError, match="only dense CPU tensors"):
-        encode_header(*KEY, {"k": torch.ones(2, device="meta")}, {})
+        lay_out(*KEY, {"k": torch.ones(2, device="meta")}, {})
     with pytest.raises(ValueError, match="only dense CPU tensors"):
-        encode_header(*KEY, {"k": torch.ones(2, dtype=torch.complex64)}, {})
+        lay_out(*KEY, {"k": torch.ones(2, dtype=torch.complex64)}, {})
     with pytest.raises(ValueError, match="strings"):
-        encode_header(*KEY, {}, {"n": 1})
+        lay_out(*KEY, {}, {"n": 1})
 
 
 def test_files_are_private(tmp_path):
@@ -200,7 +202,7 @@ def test_another_key_is_bad(tmp_path, position, other):
 
 def test_another_format_and_foreign_files_are_bad(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(entry_module, "FORMAT", "0")
+        patch.setattr(layout_module, "FORMAT", "0")
         write(tmp_path / "old", {"k": torch.ones(2)})
     save_file({"k": torch.ones(2)}, tmp_path / "foreign")
     os.mkfifo(tmp_path / "pipe")

@@ -110,14 +110,10 @@ def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> 
     )
     text = core.config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    shape = KVShape(len(core.language_model.layers), text.num_key_value_heads, head_dim, _kv_dtype(core))
+    dtype = core.language_model.dtype
+    shape = KVShape(len(core.language_model.layers), text.num_key_value_heads, head_dim, dtype)
     uses = decide(prompt, encoded, encoded.options, shape, set())
     return PrefillRequest(prompt, encoded, input_ids, position_ids, shape, uses)
-
-
-def _kv_dtype(core: Any) -> torch.dtype:
-    dtype, device = core.language_model.dtype, core.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def _check_model(model: Any) -> None:

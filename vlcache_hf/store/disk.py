@@ -11,8 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from .entry import BadEntryError, Entry, NonFiniteError, encode_header, open_entry, write_entry
+from .checksum import Verified
+from .entry import BadEntryError, Entry, open_entry
 from .index import Index, IndexUnavailable
+from .layout import NonFiniteError, lay_out, write_entry
 from .paths import SUFFIX, entry_key, is_digest, remove_entry_file, stamp, walk_entries
 
 T = TypeVar("T")
@@ -47,6 +49,7 @@ class DiskStore:
         self.max_disk_bytes = max_disk_bytes
         self.read_only = read_only
         self.faults = 0
+        self._verified = Verified()
         self._warned: set[str] = set()
         self._faults_lock = threading.Lock()
         self._index = Index(self.cache_dir, max_disk_bytes, lambda exc: self._fault("had to rebuild its index", exc))
@@ -71,7 +74,7 @@ class DiskStore:
         """
         path = self.cache_dir / entry_key(kind, group, name)
         try:
-            entry = open_entry(path, kind, group, name)
+            entry = open_entry(path, kind, group, name, self._verified)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except BadEntryError as exc:
@@ -222,12 +225,13 @@ class DiskStore:
         self._index.close()
 
     def _put(self, kind: str, group: str, name: str, tensors: dict[str, torch.Tensor], fields: dict[str, str]) -> int:
-        start_of_file, ordered, size = encode_header(kind, group, name, tensors, fields)
+        layout = lay_out(kind, group, name, tensors, fields)
+        size = layout.size
         if not self.accepts(size) or not self._index.make_room(size):
             return 0
         temporary = self.cache_dir / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}.tmp"
         try:
-            write_entry(temporary, start_of_file, ordered)
+            write_entry(temporary, layout)
             now = stamp()
             os.utime(temporary, ns=(now, now))
             return size if self._index.publish(temporary, entry_key(kind, group, name)) else 0
@@ -239,7 +243,7 @@ class DiskStore:
                 os.unlink(temporary)
 
     def _has_index(self) -> bool:
-        return (self.cache_dir / "index").is_dir()
+        return os.path.isdir(self.cache_dir / "index")  # `Path.is_dir` raises where permission is denied
 
     def _guard(self, trouble: str, operation: Callable[[], T], otherwise: T) -> T:
         try:
