@@ -16,8 +16,8 @@ import torch
 from vlcache_hf.store import DiskStore, backend
 from vlcache_hf.store import disk as disk_module
 from vlcache_hf.store import entry as entry_module
-from vlcache_hf.store import layout as layout_module
 from vlcache_hf.store import index as index_module
+from vlcache_hf.store import layout as layout_module
 from vlcache_hf.store.paths import entry_key
 
 G, H = "a" * 64, "b" * 64
