@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vlcache_hf.config import VLCacheConfig
-from vlcache_hf.encoder import KIND, EncodedImages
+from vlcache_hf.encoder import EncodedImages
+from vlcache_hf.features import KIND
 from vlcache_hf.keys import ModelKeys
 from vlcache_hf.options import Options
 from vlcache_hf.schedule import RecomputeSchedule
@@ -52,8 +53,8 @@ def make(request, tmp_path):
 def test_nothing_is_computed_before_it_is_needed(make):
     encoded = make()
     assert encoded.lengths == [2, 4, 2]
-    assert encoded.image_keys[0] == encoded.image_keys[2] != encoded.image_keys[1]
-    assert [encoded.source(i) for i in range(3)] == ["skipped"] * 3
+    assert encoded.images[0] is encoded.images[2] is not encoded.images[1]
+    assert [image.source for image in encoded.images] == ["skipped"] * 3
     assert make.tower.calls == []
     assert list(make.store.cache_dir.iterdir()) == []
 
@@ -81,7 +82,7 @@ def test_features_are_stored_and_found_again(make):
     assert torch.equal(again.rows(1, 1, 3).pooled, pooled[1][1:3])
     assert all(torch.equal(a, b) for a, b in zip(again.pooler_output, pooled))
     assert make.tower.calls == [[GRIDS[0], GRIDS[1]]]
-    assert [again.source(i) for i in range(3)] == ["hit"] * 3
+    assert [image.source for image in again.images] == ["hit"] * 3
     assert again.record.bytes_read > 0
 
 
@@ -94,11 +95,11 @@ def test_stored_features_cannot_be_changed_by_the_caller(make):
 
 
 def test_features_that_do_not_fit_are_discarded(make):
-    key = make().image_keys[0]
+    key = make().images[0].key
     make.store.put(KIND, key, key, {"pooled": torch.zeros(3, HIDDEN)}, {})
     encoded = make()
     assert encoded.rows(0, 0, 2).pooled.shape == (2, HIDDEN)
-    assert encoded.source(0) == "miss"
+    assert encoded.images[0].source == "miss"
     assert make.store.get(KIND, key, key) is None
 
 

@@ -194,7 +194,7 @@ def test_features_of_a_returned_output_outlive_an_edit_of_the_pixels(qwen3, qwen
 def test_three_thousand_images_have_three_thousand_keys(qwen3):
     pixels = torch.randn(3000 * 4, 96)
     found = serving.encode(qwen3, pixels, torch.tensor([[1, 2, 2]] * 3000), None)
-    assert len(set(found.image_keys)) == 3000
+    assert len({image.key for image in found.images}) == 3000
 
 
 def constant_digest(monkeypatch):

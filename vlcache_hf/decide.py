@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .encoder import EncodedImages, grid_fields
+from .encoder import EncodedImages
+from .features import grid_fields
 from .options import Options
 from .plan import Runs, policy_runs
 from .prompt import Prompt
@@ -66,13 +67,14 @@ def decide(
     Returns:
         `list[ImageUse]`: one per image, in prompt order.
     """
-    keys = encoded.image_keys
-    contexts = prompt.contexts(keys)
+    sources = encoded.images
+    contexts = prompt.contexts([source.key for source in sources])
     uses: list[ImageUse] = []
     tainted_row = -1  # images come row by row: the last row in which a lossy reuse stands
     captured: set[tuple[str, str]] = set()
     look_up = _LookUp(options, shape, avoid)
-    for image, key, grid, context in zip(prompt.images, keys, encoded.grids, contexts):
+    for image, source, context in zip(prompt.images, sources, contexts):
+        key, grid = source.key, source.grid
         group = encoded.keys.kv_group(key, prompt.layout(image))
         record = ImageRecord(image.row, image.length, layers=shape.layers, key=key)
         use = ImageUse(image, group, context, grid, "miss", ((((0, image.length),),) * shape.layers), record)

@@ -89,7 +89,7 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None, hooks: H
         record.bytes_written += store_captured(request.uses, options)
     record.images = [use.record for use in request.uses]
     for index, use in enumerate(request.uses):
-        use.record.encoder = encoded.source(index)
+        use.record.encoder = encoded.images[index].source
         record.bytes_read += use.record.bytes_read
     record.text_tokens = sum(row.columns.size for row in request.prompt.rows) - sum(encoded.lengths)
     return hidden

@@ -1,0 +1,200 @@
+"""Features of a request's images, read from the store or computed when - and only when - they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .hooks import HookChangesValues
+from .options import Options
+from .records import RequestRecord
+from .store import Entry, StoreReadError
+
+KIND = "vit"
+VisionTower = Callable[[torch.Tensor, torch.Tensor, bool], Any]
+
+
+@dataclass
+class ImageFeatures:
+    """Encoder output of one image.
+
+    Args:
+        pooled (`torch.Tensor` of shape `(T, hidden)`): one row per image token.
+        deepstack (`list[torch.Tensor]`): one tensor of the same shape per DeepStack level (empty without DeepStack).
+    """
+
+    pooled: torch.Tensor
+    deepstack: list[torch.Tensor]
+
+    def rows(self, start: int, stop: int) -> ImageFeatures:
+        return ImageFeatures(self.pooled[start:stop], [level[start:stop] for level in self.deepstack])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"pooled": self.pooled, **{f"deepstack.{i}": level for i, level in enumerate(self.deepstack)}}
+
+
+def grid_fields(grid: Sequence[int]) -> dict[str, str]:
+    """What an entry says of its image beside its key, compared when it is found: a second lock on the door."""
+    return {"grid": "x".join(map(str, grid))}
+
+
+@dataclass
+class SourceImage:
+    """A distinct image of a request; its repetitions and its beams share it.
+
+    Args:
+        key (`str`): key of what it shows under the model.
+        grid (`tuple[int, ...]`): its `image_grid_thw` row.
+        tokens (`int`): number of its tokens.
+        patches (`slice`): its rows of `pixel_values`.
+        source (`str`): where its features came from so far: `"hit"`, `"miss"` or `"skipped"`.
+    """
+
+    key: str
+    grid: tuple[int, ...]
+    tokens: int
+    patches: slice
+    source: str = "skipped"
+    features: ImageFeatures | None = None
+    entry: Entry | None = None
+    looked_up: bool = False
+
+
+@dataclass
+class FeatureSource:
+    """The distinct images of a request and their features.
+
+    Args:
+        pixels (`torch.Tensor` of shape `(patches, patch_values)`): the request's `pixel_values`.
+        grids (`torch.Tensor` of shape `(images, 3)`): its `image_grid_thw`.
+        images (`list[SourceImage]`): the distinct images.
+        tower (`Callable`): runs the vision tower on given patches and grids; the third argument asks it to raise
+            `HookChangesValues` when a forward hook changes values.
+        options (`Options`): store and settings of the request.
+        levels (`int`): number of DeepStack levels.
+        altered (`bool`): whether forward hooks changed the features, so that they belong to this request only.
+    """
+
+    pixels: torch.Tensor
+    grids: torch.Tensor
+    images: list[SourceImage]
+    tower: VisionTower
+    options: Options
+    levels: int
+    altered: bool = False
+    _pending: list[SourceImage] = field(default_factory=list)
+
+    def rows(self, index: int, start: int, stop: int, record: RequestRecord) -> ImageFeatures:
+        """Features of the tokens `[start, stop)` of an image.
+
+        Raises:
+            `StoreReadError`: the stored features cannot be read; asking again computes them.
+        """
+        image = self.images[index]
+        if image.features is None and image.entry is not None:
+            return self._read(image, start, stop, record)
+        self.ensure([index], record)
+        assert image.features is not None
+        return image.features.rows(start, stop)
+
+    def look_up(self, indices: Iterable[int], record: RequestRecord) -> None:
+        """Finds stored features and runs the vision tower once for all images that have none."""
+        missing: list[SourceImage] = []
+        for index in dict.fromkeys(indices):
+            image = self.images[index]
+            if image.features is not None or image.entry is not None:
+                continue
+            if not image.looked_up:
+                image.looked_up = True
+                image.entry = self._find(image)
+            if image.entry is not None:
+                image.source = "hit"
+            else:
+                missing.append(image)
+        if missing:
+            self._compute(missing, record)
+
+    def ensure(self, indices: Sequence[int], record: RequestRecord) -> None:
+        """Brings the features of images into memory, from the store or the vision tower."""
+        self.look_up(indices, record)
+        again = []
+        for index in indices:
+            image = self.images[index]
+            if image.features is None:
+                try:
+                    image.features = self._read(image, 0, image.tokens, record)
+                except StoreReadError:
+                    again.append(index)
+        if again:
+            self.look_up(again, record)
+
+    def write_pending(self) -> int:
+        """Stores the features that the vision tower made for this request; returns the bytes written."""
+        written, store = 0, self.options.store
+        for image in self._pending:
+            assert image.features is not None
+            tensors = image.features.tensors()
+            if store.accepts(sum(tensor.nbytes for tensor in tensors.values())):
+                host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+                written += store.put(KIND, image.key, image.key, host, grid_fields(image.grid))
+        self._pending.clear()
+        return written
+
+    def _names(self) -> list[str]:
+        return ["pooled", *(f"deepstack.{level}" for level in range(self.levels))]
+
+    def _find(self, image: SourceImage) -> Entry | None:
+        entry = self.options.store.get(KIND, image.key, image.key)
+        if entry is None:
+            return None
+        names = self._names()
+        fits = (
+            entry.fields == grid_fields(image.grid)
+            and set(entry.keys()) == set(names)
+            and all(len(entry.shape(name)) == 2 and entry.shape(name)[0] == image.tokens for name in names)
+        )
+        if not fits:
+            self.options.store.discard(KIND, image.key, image.key)
+            return None
+        return entry
+
+    def _read(self, image: SourceImage, start: int, stop: int, record: RequestRecord) -> ImageFeatures:
+        assert image.entry is not None
+        device = self.pixels.device
+        try:
+            with record.timed("loading"):
+                parts = [image.entry.rows(name, start, stop) for name in self._names()]
+        except StoreReadError:
+            image.entry, image.source = None, "skipped"
+            self.options.store.discard(KIND, image.key, image.key)
+            raise
+        record.bytes_read += sum(part.nbytes for part in parts)
+        # a clone: what lies in the mapping must not change under the caller, nor be changed by it
+        parts = [part.clone() if device.type == "cpu" else part.to(device) for part in parts]
+        return ImageFeatures(parts[0], parts[1:])
+
+    def _compute(self, missing: list[SourceImage], record: RequestRecord) -> None:
+        pixels = self.pixels
+        if sum(image.patches.stop - image.patches.start for image in missing) != len(pixels):
+            pixels = torch.cat([pixels[image.patches] for image in missing])
+        grids = torch.tensor([image.grid for image in missing], dtype=self.grids.dtype, device=self.grids.device)
+        try:
+            with record.timed("vision"):
+                output = self.tower(pixels, grids, not self.altered)
+        except HookChangesValues:
+            # as stock would have them, for this request only: no entry is used, and nothing is stored
+            self.altered = True
+            self._pending.clear()
+            for image in self.images:
+                image.features = image.entry = None
+            self._compute(self.images, record)
+            return
+        levels = getattr(output, "deepstack_features", None) or []
+        for position, image in enumerate(missing):
+            image.features = ImageFeatures(output.pooler_output[position], [level[position] for level in levels])
+            image.source = "miss"
+        if not self.altered:
+            self._pending += missing
