@@ -14,6 +14,8 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
 GIB = 1024**3
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
+DEFAULT_MAX_RAM_BYTES = 2 * GIB
+DEFAULT_MIN_FREE_BYTES = GIB
 
 REUSE_MODES = ("lossy", "exact")
 POLICIES = ("prefix", "suffix")
@@ -41,8 +43,8 @@ def _env_int(name: str, default: int) -> int:
         raise ValueError(f"The environment variable {name} must be a whole number of bytes, got {text!r}.") from None
 
 
-def _env_bool(name: str) -> bool:
-    text = os.environ.get(name, "").lower()
+def _env_bool(name: str, default: str = "") -> bool:
+    text = os.environ.get(name, default).lower()
     if text in _TRUE:
         return True
     if text in _FALSE:
@@ -80,6 +82,13 @@ class VLCacheConfig:
             Part of every key. Entries are never shared between namespaces: one per tenant.
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
             Serve hits, write nothing.
+        max_ram_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_RAM_BYTES` or 2 GiB):
+            Bytes of recently used entries that stay in memory, pinned where there is CUDA. As many may wait to be
+            written. 0 keeps none.
+        write_behind (`bool`, *optional*, defaults to `$VLCACHE_WRITE_BEHIND` or `True`):
+            Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
+        min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):
+            Nothing is stored when the disk would have less free space than this.
         attention (`str`, *optional*, defaults to `"auto"`):
             Kernel of the prefill: `"flash_attention_2"`, `"varlen"` (torch's own) or `"sdpa"`; `"auto"` takes the
             first of them that is installed and fits the device and dtype.
@@ -100,6 +109,9 @@ class VLCacheConfig:
     policy: str = "prefix"
     namespace: str = field(default_factory=lambda: os.environ.get("VLCACHE_NAMESPACE", ""))
     read_only: bool = field(default_factory=lambda: _env_bool("VLCACHE_READ_ONLY"))
+    max_ram_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MAX_RAM_BYTES", DEFAULT_MAX_RAM_BYTES))
+    write_behind: bool = field(default_factory=lambda: _env_bool("VLCACHE_WRITE_BEHIND", "1"))
+    min_free_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MIN_FREE_BYTES", DEFAULT_MIN_FREE_BYTES))
     attention: str = "auto"
     base_attn_implementation: str = "auto"
 
@@ -115,6 +127,9 @@ class VLCacheConfig:
                 raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
         if self.max_disk_bytes is not None and not _is_count(self.max_disk_bytes, 0):
             raise ValueError(f"`max_disk_bytes` must be whole bytes, or None for no cap, got {self.max_disk_bytes!r}.")
+        for name in ("max_ram_bytes", "min_free_bytes"):
+            if not _is_count(getattr(self, name), 0):
+                raise ValueError(f"`{name}` must be whole bytes, got {getattr(self, name)!r}.")
         if not _is_count(self.contexts_per_image, 1):
             raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
         if not isinstance(self.namespace, str):

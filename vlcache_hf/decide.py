@@ -14,7 +14,7 @@ from .plan import Runs, policy_runs
 from .prompt import Prompt
 from .records import ImageRecord
 from .state import ImageUse, layer_names
-from .store import Entry
+from .store import StoredEntry
 
 KIND = "kv"
 
@@ -39,7 +39,7 @@ class KVShape:
         """Bytes of an entry: 2 x layers x kv_heads x head_dim x T x itemsize."""
         return 2 * self.layers * self.heads * self.head_dim * tokens * self.dtype.itemsize
 
-    def fits(self, entry: Entry, tokens: int) -> bool:
+    def fits(self, entry: StoredEntry, tokens: int) -> bool:
         names = {name for layer in range(self.layers) for name in layer_names(layer)}
         # dtypes are compared with the computed rows: under autocast keys and values may have different ones
         shape = (tokens, self.heads, self.head_dim)
@@ -48,7 +48,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class _Found:
-    entry: Entry
+    entry: StoredEntry
     name: str
 
 

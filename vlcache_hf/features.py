@@ -11,7 +11,7 @@ import torch
 from .hooks import HookChangesValues
 from .options import Options
 from .records import RequestRecord
-from .store import Entry, StoreReadError
+from .store import StoredEntry, StoreReadError
 
 KIND = "vit"
 VisionTower = Callable[[torch.Tensor, torch.Tensor, bool], Any]
@@ -59,7 +59,7 @@ class SourceImage:
     patches: slice
     source: str = "skipped"
     features: ImageFeatures | None = None
-    entry: Entry | None = None
+    entry: StoredEntry | None = None
     looked_up: bool = False
 
 
@@ -146,7 +146,7 @@ class FeatureSource:
     def _names(self) -> list[str]:
         return ["pooled", *(f"deepstack.{level}" for level in range(self.levels))]
 
-    def _find(self, image: SourceImage) -> Entry | None:
+    def _find(self, image: SourceImage) -> StoredEntry | None:
         entry = self.options.store.get(KIND, image.key, image.key)
         if entry is None:
             return None

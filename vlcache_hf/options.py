@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .config import VLCacheConfig
 from .schedule import RecomputeSchedule
-from .store import DiskStore
+from .store import Store
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Options:
 
     Args:
         config (`VLCacheConfig`): the settings.
-        store (`DiskStore`): the store at `config.cache_dir`.
+        store (`Store`): the tiers of the store at `config.cache_dir`.
         schedule (`RecomputeSchedule`): ratios of the model's layers.
     """
 
     config: VLCacheConfig
-    store: DiskStore
+    store: Store
     schedule: RecomputeSchedule
 
     @property

@@ -122,6 +122,7 @@ class Stats:
     bytes_written: int = 0
     entries_stored: int = 0
     faults: int = 0
+    dropped: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Stats:
             f"{self.missed} missed; encoder {self.encoder_hits} hits, {self.vision_calls} vision calls\n"
             f"  image tokens (mean over layers): {self.tokens_reused} reused, {self.tokens_recomputed} recomputed\n"
             f"  read {_size(self.bytes_read)}, wrote {_size(self.bytes_written)}, {self.entries_stored} entries "
-            f"stored, {self.faults} storage faults" + (f"\n  {times}" if times else "")
+            f"stored, {self.dropped} dropped, {self.faults} storage faults" + (f"\n  {times}" if times else "")
         )
 
 
@@ -169,8 +170,8 @@ class StatsCounter:
             for what, time in record.seconds.items():
                 total.seconds[what] = total.seconds.get(what, 0.0) + time
 
-    def snapshot(self, faults: int) -> Stats:
+    def snapshot(self, faults: int, dropped: int = 0) -> Stats:
         with self._lock:
             copy = Stats(**{**self._total.__dict__, "seconds": dict(self._total.seconds)})
-        copy.faults = faults
+        copy.faults, copy.dropped = faults, dropped
         return copy

@@ -18,7 +18,7 @@ from .keys import ModelKeys, model_keys
 from .options import Options
 from .records import RequestRecord, Stats, StatsCounter
 from .schedule import RecomputeSchedule, resolve_schedule
-from .store import DiskStore
+from .store import DiskStore, RamTier, Store, WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class VLCacheRuntime:
         self.config = config
         self._fingerprint = WeightsFingerprint()
         self._counter = StatsCounter()
-        self._stores: dict[tuple[Any, ...], DiskStore] = {}
+        self._stores: dict[tuple[Any, ...], Store] = {}
         self._schedules: dict[tuple[Any, ...], RecomputeSchedule] = {}
         self._warned: set[str] = set()
         self.hooks = HookWatch()
@@ -53,16 +53,22 @@ class VLCacheRuntime:
 
     def stats(self) -> Stats:
         """Totals of all requests since the model was loaded."""
-        return self._counter.snapshot(sum(store.faults for store in self._stores.values()))
+        stores = self._stores.values()
+        return self._counter.snapshot(sum(store.faults for store in stores), sum(store.dropped for store in stores))
 
     def refresh(self) -> None:
         """Reads all weights anew at the next request. Call it after changing weights through `tensor.data`."""
         self._fingerprint.refresh()
 
     @property
-    def store(self) -> DiskStore:
+    def store(self) -> Store:
         """The store of the model's own settings."""
         return self._store(self.config)
+
+    def flush(self) -> None:
+        """Waits until everything that is to be stored is written."""
+        for store in self._stores.values():
+            store.flush()
 
     def clear(self) -> None:
         """Deletes all entries in `config.cache_dir`, those of other models too."""
@@ -70,10 +76,17 @@ class VLCacheRuntime:
 
     # --- used by the models
 
-    def _store(self, config: VLCacheConfig) -> DiskStore:
-        key = (config.cache_dir, config.max_disk_bytes, config.read_only)
+    def _store(self, config: VLCacheConfig) -> Store:
+        key = (
+            config.cache_dir,
+            config.max_disk_bytes,
+            config.read_only,
+            config.min_free_bytes,
+            config.max_ram_bytes,
+            config.write_behind,
+        )
         if key not in self._stores:
-            self._stores[key] = DiskStore(config.cache_dir, config.max_disk_bytes, config.read_only)
+            self._stores[key] = open_store(config)
         return self._stores[key]
 
     def options(self, cache: Cache | None, model_id: str, num_layers: int) -> Options:
@@ -131,6 +144,18 @@ class VLCacheRuntime:
         self._counter.add(record)
         self._last.set(record)
         logger.debug("%s", record)
+
+
+def open_store(config: VLCacheConfig) -> Store:
+    """The tiers that a config asks for; touches no disk.
+
+    Args:
+        config (`VLCacheConfig`): the settings.
+    """
+    store: Store = DiskStore(config.cache_dir, config.max_disk_bytes, config.read_only, config.min_free_bytes)
+    if config.write_behind and not config.read_only:
+        store = WriteBehind(store, config.max_ram_bytes)
+    return RamTier(store, config.max_ram_bytes) if config.max_ram_bytes else store
 
 
 def compute_dtype(dtype: torch.dtype) -> str:

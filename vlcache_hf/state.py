@@ -12,7 +12,7 @@ from .plan import LayerPlan, Runs
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .rope import rotate_into
-from .store import Entry, StoreReadError
+from .store import StoredEntry, StoreReadError
 
 
 def layer_names(layer: int) -> tuple[str, str]:
@@ -31,7 +31,7 @@ class ImageUse:
         grid (`tuple[int, ...]`): its `image_grid_thw` row.
         kind (`str`): `"exact"`, `"reused"` or `"miss"`.
         recompute (`tuple[Runs, ...]`): the tokens computed at each layer.
-        entry (`Entry`, *optional*): the stored KV of a hit.
+        entry (`StoredEntry`, *optional*): the stored KV of a hit.
         entry_name (`str`, *optional*): the context that `entry` belongs to.
         capture (`bool`): whether its KV is kept for the store.
         failed (`bool`): whether reading `entry` broke off.
@@ -45,7 +45,7 @@ class ImageUse:
     kind: str
     recompute: tuple[Runs, ...]
     record: ImageRecord
-    entry: Entry | None = None
+    entry: StoredEntry | None = None
     entry_name: str = ""
     capture: bool = False
     failed: bool = False

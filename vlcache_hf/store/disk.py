@@ -15,7 +15,7 @@ from .checksum import Verified
 from .entry import BadEntryError, Entry, open_entry
 from .index import Index, IndexUnavailable
 from .layout import NonFiniteError, lay_out, write_entry
-from .paths import SUFFIX, entry_key, is_digest, remove_entry_file, stamp, walk_entries
+from .paths import SUFFIX, entry_key, free_bytes, is_digest, remove_entry_file, stamp, walk_entries
 
 T = TypeVar("T")
 
@@ -35,12 +35,19 @@ class DiskStore:
         max_disk_bytes (`int`, *optional*): bytes that all entries may take together. The least recently used ones make
             room for new ones. `None` for no limit.
         read_only (`bool`, *optional*, defaults to `False`): serve entries and change nothing.
+        min_free_bytes (`int`, *optional*, defaults to 0): nothing is stored that would leave less free space.
 
     Attributes:
         faults (`int`): bad entries met and operations failed so far, by this object.
     """
 
-    def __init__(self, cache_dir: str | os.PathLike, max_disk_bytes: int | None, read_only: bool = False):
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike,
+        max_disk_bytes: int | None,
+        read_only: bool = False,
+        min_free_bytes: int = 0,
+    ):
         if max_disk_bytes is not None and max_disk_bytes < 0:
             raise ValueError(f"max_disk_bytes must be None or at least 0, got {max_disk_bytes!r}.")
         # Expanded here, because diskcache expands the path of the index by itself; absolute, to survive a chdir.
@@ -48,14 +55,16 @@ class DiskStore:
         self.cache_dir = Path(os.path.abspath(expanded))
         self.max_disk_bytes = max_disk_bytes
         self.read_only = read_only
+        self.min_free_bytes = min_free_bytes
         self.faults = 0
+        self.dropped = 0
         self._verified = Verified()
         self._warned: set[str] = set()
         self._faults_lock = threading.Lock()
         self._index = Index(self.cache_dir, max_disk_bytes, lambda exc: self._fault("had to rebuild its index", exc))
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.cache_dir, self.max_disk_bytes, self.read_only)
+        return type(self), (self.cache_dir, self.max_disk_bytes, self.read_only, self.min_free_bytes)
 
     def get(self, kind: str, group: str, name: str) -> Entry | None:
         """
@@ -84,12 +93,23 @@ class DiskStore:
         except Exception as exc:
             self._fault("could not read an entry", exc, path)
             return None
+        self.touch(kind, group, name)
+        return entry
+
+    def touch(self, kind: str, group: str, name: str) -> None:
+        """
+        Makes an entry the most recently used one, as `get` does.
+
+        Args:
+            kind (`str`): `"kv"` or `"vit"`.
+            group (`str`): 64 lowercase hexadecimal characters.
+            name (`str`): 64 lowercase hexadecimal characters.
+        """
         if not self.read_only:
             # All that a hit writes: it needs no lock, and eviction and `names` look at it.
             now = stamp()
             with contextlib.suppress(OSError):
-                os.utime(path, ns=(now, now))
-        return entry
+                os.utime(self.cache_dir / entry_key(kind, group, name), ns=(now, now))
 
     def names(self, kind: str, group: str) -> list[str]:
         """
@@ -119,7 +139,9 @@ class DiskStore:
         Args:
             nbytes (`int`): bytes of its tensors.
         """
-        return not self.read_only and (self.max_disk_bytes is None or nbytes <= self.max_disk_bytes)
+        if self.read_only or (self.max_disk_bytes is not None and nbytes > self.max_disk_bytes):
+            return False
+        return not self.min_free_bytes or free_bytes(self.cache_dir) - nbytes >= self.min_free_bytes
 
     def put(
         self,
@@ -219,6 +241,9 @@ class DiskStore:
             self._guard("could not update its index", self._index.clear, None)
         for key in list(walk_entries(self.cache_dir)):
             remove_entry_file(self.cache_dir, key)
+
+    def flush(self) -> None:
+        """Does nothing: what `put` has stored is stored."""
 
     def close(self) -> None:
         """Closes the index. The store can still be used and opens it again."""

@@ -121,6 +121,14 @@ def reclaim_orphans(root: Path) -> None:
                     os.unlink(file.path)
 
 
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` is, or will be. 0 when that cannot be told."""
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
 def stamp() -> int:
     """A modification time in nanoseconds since the epoch, later than every earlier one of this process: file systems
     take their own times from a clock that ticks every few milliseconds, too coarse to tell uses apart."""

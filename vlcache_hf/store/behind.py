@@ -1,0 +1,175 @@
+"""Write-behind: storing does not make the caller wait."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from .base import Store, StoredEntry
+from .memory import Key, MemoryEntry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    entry: MemoryEntry
+    tensors: dict[str, torch.Tensor]
+    fields: dict[str, str]
+    max_in_group: int | None
+    wanted: bool = True
+
+
+class WriteBehind:
+    """Hands entries to another tier in a background thread. What waits is served from memory.
+
+    The queue is bounded in bytes: what does not fit is dropped and counted, since a miss is always acceptable. It is
+    written out at the end of the process and by `flush()`. A forked child starts with an empty queue: what waits is
+    the parent's to write.
+
+    Args:
+        below (`Store`): the tier that writes.
+        max_bytes (`int`): bytes of tensors that may wait.
+
+    Attributes:
+        dropped (`int`): entries that found the queue full.
+    """
+
+    def __init__(self, below: Store, max_bytes: int) -> None:
+        self.below = below
+        self.max_bytes = max_bytes
+        self.dropped = 0
+        self._start_over()
+        # bound to the object only weakly: a store that nobody holds any more has nothing left to flush
+        atexit.register(_flush_at_exit, weakref.ref(self))
+
+    def __reduce__(self) -> tuple[type[WriteBehind], tuple[Store, int]]:
+        return WriteBehind, (self.below, self.max_bytes)
+
+    def _start_over(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[Key, _Job] = OrderedDict()
+        self._bytes = 0
+        self._thread: threading.Thread | None = None
+
+    def _here(self) -> threading.Condition:
+        if os.getpid() != self._pid:
+            self._start_over()
+        return self._changed
+
+    @property
+    def faults(self) -> int:
+        return self.below.faults
+
+    def get(self, kind: str, group: str, name: str) -> StoredEntry | None:
+        with self._here():
+            job = self._waiting.get((kind, group, name))
+            if job is not None and job.wanted:
+                return job.entry
+        return self.below.get(kind, group, name)
+
+    def touch(self, kind: str, group: str, name: str) -> None:
+        self.below.touch(kind, group, name)
+
+    def names(self, kind: str, group: str) -> list[str]:
+        with self._here():
+            waiting = [key[2] for key, job in self._waiting.items() if key[:2] == (kind, group) and job.wanted]
+        waiting.reverse()  # the last one stored was the last one used
+        return waiting + [name for name in self.below.names(kind, group) if name not in waiting]
+
+    def accepts(self, nbytes: int) -> bool:
+        return self.below.accepts(nbytes)
+
+    def put(
+        self,
+        kind: str,
+        group: str,
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        fields: dict[str, str],
+        max_in_group: int | None = None,
+    ) -> int:
+        """As `DiskStore.put`, but returns at once, with the bytes that are about to be written."""
+        entry = MemoryEntry(dict(tensors), dict(fields))
+        if not self.below.accepts(entry.nbytes):
+            return 0
+        with self._here():
+            # an entry larger than the whole queue may still go through it alone
+            if self._waiting and self._bytes + entry.nbytes > self.max_bytes:
+                self.dropped += 1
+                logger.info("The queue of entries to be written is full: %d dropped so far.", self.dropped)
+                return 0
+            old = self._waiting.pop((kind, group, name), None)
+            self._bytes += entry.nbytes - (0 if old is None else old.entry.nbytes)
+            self._waiting[kind, group, name] = _Job(entry, tensors, fields, max_in_group)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._write, name="vlcache-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return entry.nbytes
+
+    def discard(self, kind: str, group: str, name: str) -> None:
+        with self._here():
+            job = self._waiting.get((kind, group, name))
+            if job is not None:
+                job.wanted = False  # it may be on its way to the disk: the writer removes it again
+        self.below.discard(kind, group, name)
+
+    def mark(self, key: str) -> None:
+        self.below.mark(key)
+
+    def marked(self, key: str) -> bool:
+        return self.below.marked(key)
+
+    def nbytes(self) -> int:
+        self.flush()
+        return self.below.nbytes()
+
+    def clear(self) -> None:
+        with self._here():
+            for job in self._waiting.values():
+                job.wanted = False
+        self.flush()
+        self.below.clear()
+
+    def flush(self) -> None:
+        """Waits until all that waits is written."""
+        with self._here():
+            while self._waiting and self._thread is not None and self._thread.is_alive():
+                self._changed.wait(0.1)
+
+    def close(self) -> None:
+        self.flush()
+        self.below.close()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if not self._changed.wait(5.0) and not self._waiting:
+                        self._thread = None  # a later put starts another one; an idle process keeps no thread
+                        return
+                key, job = next(iter(self._waiting.items()))
+            if job.wanted:
+                self.below.put(*key, job.tensors, job.fields, job.max_in_group)
+            with self._changed:
+                if self._waiting.get(key) is job:
+                    del self._waiting[key]
+                    self._bytes -= job.entry.nbytes
+                self._changed.notify_all()
+            if not job.wanted:
+                self.below.discard(*key)
+
+
+def _flush_at_exit(reference: weakref.ref[WriteBehind]) -> None:
+    store = reference()
+    if store is not None:
+        store.flush()

@@ -1,0 +1,192 @@
+"""The RAM tier: entries that were stored or read lately stay in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import torch
+
+from .base import Store, StoredEntry
+from .entry import StoreReadError
+
+Key = tuple[str, str, str]
+
+
+class MemoryEntry:
+    """An entry whose tensors are in memory. They are shared between requests: nobody writes to them.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`): CPU tensors.
+        fields (`Mapping[str, str]`): the fields it was stored with.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, str]) -> None:
+        self._tensors = tensors
+        self.fields = fields
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def keys(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._get(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._get(name).dtype
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        tensor = self._get(name)
+        if not 0 <= start <= stop <= tensor.shape[0]:
+            raise StoreReadError(f"rows {start}:{stop} are not in tensor {name!r} of shape {tuple(tensor.shape)}.")
+        return tensor[start:stop]
+
+    def _get(self, name: str) -> torch.Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise StoreReadError(f"there is no tensor {name!r}, only {self.keys()}.") from None
+
+
+def in_memory(entry: StoredEntry) -> MemoryEntry:
+    """A copy of an entry in memory, pinned where there is CUDA, so that it travels to the device by itself.
+
+    Raises:
+        `StoreReadError`: it cannot be read.
+    """
+    tensors = {}
+    for name in entry.keys():
+        rows = entry.rows(name, 0, entry.shape(name)[0])
+        tensors[name] = rows.pin_memory() if torch.cuda.is_available() else rows.clone()
+    return MemoryEntry(tensors, dict(entry.fields))
+
+
+class RamTier:
+    """Keeps recently used entries in memory, in front of another tier.
+
+    What is stored stays as it is, without a copy. What is read from below is copied at its second use, so that images
+    that come once leave nothing here.
+
+    Args:
+        below (`Store`): the next tier.
+        max_bytes (`int`): bytes that the tensors may take together; least recently used entries go first.
+    """
+
+    def __init__(self, below: Store, max_bytes: int) -> None:
+        self.below = below
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Key, MemoryEntry] = OrderedDict()
+        self._used_once: OrderedDict[Key, None] = OrderedDict()
+        self._bytes = 0
+
+    def __reduce__(self) -> tuple[type[RamTier], tuple[Store, int]]:
+        return RamTier, (self.below, self.max_bytes)
+
+    @property
+    def faults(self) -> int:
+        return self.below.faults
+
+    @property
+    def dropped(self) -> int:
+        return self.below.dropped
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of the entries in memory."""
+        return self._bytes
+
+    def get(self, kind: str, group: str, name: str) -> StoredEntry | None:
+        key = (kind, group, name)
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+        if known is not None:
+            self.touch(kind, group, name)  # else what is used most would be the first to leave the disk
+            return known
+        entry = self.below.get(kind, group, name)
+        if entry is None or not self._second_use(key):
+            return entry
+        try:
+            copy = in_memory(entry)
+        except StoreReadError:
+            return entry  # whoever reads it next finds out, and knows what to do
+        self._keep(key, copy)
+        return copy
+
+    def touch(self, kind: str, group: str, name: str) -> None:
+        self.below.touch(kind, group, name)
+
+    def names(self, kind: str, group: str) -> list[str]:
+        return self.below.names(kind, group)
+
+    def accepts(self, nbytes: int) -> bool:
+        return self.below.accepts(nbytes)
+
+    def put(
+        self,
+        kind: str,
+        group: str,
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        fields: dict[str, str],
+        max_in_group: int | None = None,
+    ) -> int:
+        written = self.below.put(kind, group, name, tensors, fields, max_in_group)
+        if written:
+            self._keep((kind, group, name), MemoryEntry(dict(tensors), dict(fields)))
+        return written
+
+    def discard(self, kind: str, group: str, name: str) -> None:
+        self._drop((kind, group, name))
+        self.below.discard(kind, group, name)
+
+    def mark(self, key: str) -> None:
+        self.below.mark(key)
+
+    def marked(self, key: str) -> bool:
+        return self.below.marked(key)
+
+    def nbytes(self) -> int:
+        return self.below.nbytes()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._used_once.clear()
+            self._bytes = 0
+        self.below.clear()
+
+    def flush(self) -> None:
+        self.below.flush()
+
+    def close(self) -> None:
+        self.below.close()
+
+    def _second_use(self, key: Key) -> bool:
+        with self._lock:
+            if key in self._used_once:
+                del self._used_once[key]
+                return True
+            self._used_once[key] = None
+            while len(self._used_once) > 4096:
+                self._used_once.popitem(last=False)
+            return False
+
+    def _keep(self, key: Key, entry: MemoryEntry) -> None:
+        if entry.nbytes > self.max_bytes:
+            return
+        self._drop(key)
+        with self._lock:
+            self._entries[key] = entry
+            self._bytes += entry.nbytes
+            while self._bytes > self.max_bytes:
+                _, old = self._entries.popitem(last=False)
+                self._bytes -= old.nbytes
+
+    def _drop(self, key: Key) -> None:
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._bytes -= 0 if old is None else old.nbytes
