@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from .schedule import RecomputeSchedule
@@ -16,16 +17,18 @@ GIB = 1024**3
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MAX_RAM_BYTES = 2 * GIB
 DEFAULT_MIN_FREE_BYTES = GIB
+DEFAULT_REMOTE_TTL_S = 7 * 24 * 3600
 
 REUSE_MODES = ("lossy", "exact")
 POLICIES = ("prefix", "suffix")
 SEGMENT_BACKENDS = ("auto", "sdpa", "flash_attention_2", "varlen")
+REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 BASE_KERNELS = ("auto", "sdpa", "eager", "flash_attention_2")
 
 
-def _default_cache_dir() -> str:
+def _default_cache_dir(local: bool = False) -> str:
     explicit = os.environ.get("VLCACHE_DIR")
-    if explicit:
+    if explicit and not (local and _is_remote(explicit)):
         return explicit
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "huggingface"
@@ -52,6 +55,23 @@ def _env_bool(name: str, default: str = "") -> bool:
     raise ValueError(f"The environment variable {name} must be 1 or 0, got {text!r}.")
 
 
+def _is_remote(place: str | os.PathLike[str]) -> bool:
+    return isinstance(place, str) and place.split("://")[0] in REMOTE_SCHEMES and "://" in place
+
+
+def _check_remote(url: Any) -> None:
+    # messages never quote the URL: it may hold a password
+    if not isinstance(url, str) or not _is_remote(url):
+        known = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+        raise ValueError(f"`remote` must be a URL that starts with one of {known}, or None for no server.")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ValueError(
+            "`remote` is a URL that cannot be parsed. Special characters in a password are written as %XX."
+        ) from None
+
+
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -63,7 +83,7 @@ class VLCacheConfig:
     Args:
         cache_dir (`str` or `os.PathLike`, *optional*):
             Where entries are kept. Defaults to `$VLCACHE_DIR`, else `$HF_HOME/vlcache`. The folder is created private
-            (0700) at the first write.
+            (0700) at the first write. The URL of a server (see `remote`) means that server, and the default folder.
         max_disk_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_DISK_BYTES` or 64 GiB):
             Cap on the bytes of all entries in `cache_dir`; least recently used entries go first. `None` is no cap.
         schedule (`str`, `float`, `os.PathLike` or `RecomputeSchedule`, *optional*, defaults to `"auto"`):
@@ -89,6 +109,14 @@ class VLCacheConfig:
             Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):
             Nothing is stored when the disk would have less free space than this.
+        remote (`str`, *optional*, defaults to `$VLCACHE_REMOTE`):
+            A Redis or Valkey server that machines share, behind the folder: `redis://`, `rediss://` (TLS),
+            `valkey://`, `valkeys://` (TLS) or `unix://`, with user, password and number of the database. Needs
+            `pip install 'vlcache-hf[remote]'`. An empty string or `None` is no server.
+        remote_timeout_s (`float`, *optional*, defaults to 0.25):
+            Seconds that a server which does not answer may cost; then it is left alone for up to 30 seconds.
+        remote_ttl_s (`int`, *optional*, defaults to 7 days):
+            Seconds after its last use at which an entry on the server expires.
         attention (`str`, *optional*, defaults to `"auto"`):
             Kernel of the prefill: `"flash_attention_2"`, `"varlen"` (torch's own) or `"sdpa"`; `"auto"` takes the
             first of them that is installed and fits the device and dtype.
@@ -112,10 +140,19 @@ class VLCacheConfig:
     max_ram_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MAX_RAM_BYTES", DEFAULT_MAX_RAM_BYTES))
     write_behind: bool = field(default_factory=lambda: _env_bool("VLCACHE_WRITE_BEHIND", "1"))
     min_free_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MIN_FREE_BYTES", DEFAULT_MIN_FREE_BYTES))
+    # not in the `repr`, which ends up in logs: it may hold a password
+    remote: str | None = field(default_factory=lambda: os.environ.get("VLCACHE_REMOTE"), repr=False)
+    remote_timeout_s: float = 0.25
+    remote_ttl_s: int = DEFAULT_REMOTE_TTL_S
     attention: str = "auto"
     base_attn_implementation: str = "auto"
 
     def __post_init__(self) -> None:
+        if _is_remote(self.cache_dir):
+            self.remote, self.cache_dir = str(self.cache_dir), _default_cache_dir(local=True)
+        self.remote = self.remote or None
+        if self.remote is not None:
+            _check_remote(self.remote)
         self.cache_dir = str(Path(os.fspath(self.cache_dir)).expanduser())
         for name, value, allowed in (
             ("reuse", self.reuse, REUSE_MODES),
@@ -130,6 +167,10 @@ class VLCacheConfig:
         for name in ("max_ram_bytes", "min_free_bytes"):
             if not _is_count(getattr(self, name), 0):
                 raise ValueError(f"`{name}` must be whole bytes, got {getattr(self, name)!r}.")
+        if not isinstance(self.remote_timeout_s, (int, float)) or not 0 < self.remote_timeout_s < float("inf"):
+            raise ValueError(f"`remote_timeout_s` must be seconds above 0, got {self.remote_timeout_s!r}.")
+        if not _is_count(self.remote_ttl_s, 1):
+            raise ValueError(f"`remote_ttl_s` must be whole seconds from 1, got {self.remote_ttl_s!r}.")
         if not _is_count(self.contexts_per_image, 1):
             raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
         if not isinstance(self.namespace, str):

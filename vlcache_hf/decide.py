@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .encoder import EncodedImages
-from .features import grid_fields
+from .features import entry_fields, has_grid
 from .options import Options
 from .plan import Runs, policy_runs
 from .prompt import Prompt
@@ -122,7 +122,7 @@ class _LookUp:
     def __call__(self, group: str, name: str, tokens: int, grid: tuple[int, ...]) -> _Found | None:
         if (group, name) not in self._found:
             entry = self._options.store.get(KIND, group, name)
-            if entry is not None and not (entry.fields == grid_fields(grid) and self._shape.fits(entry, tokens)):
+            if entry is not None and not (has_grid(entry, grid) and self._shape.fits(entry, tokens)):
                 self._options.store.discard(KIND, group, name)
                 entry = None
             self._found[group, name] = None if entry is None else _Found(entry, name)
@@ -159,7 +159,7 @@ def store_captured(uses: Sequence[ImageUse], options: Options) -> int:
             use.group,
             use.context,
             tensors,
-            grid_fields(use.grid),
+            entry_fields(use.grid, use.image.length, options),
             max_in_group=options.config.contexts_per_image,
         )
         use.record.stored = size > 0

@@ -12,6 +12,7 @@ from .hooks import HookChangesValues
 from .options import Options
 from .records import RequestRecord
 from .store import StoredEntry, StoreReadError
+from .version import __version__
 
 KIND = "vit"
 VisionTower = Callable[[torch.Tensor, torch.Tensor, bool], Any]
@@ -36,9 +37,29 @@ class ImageFeatures:
         return {"pooled": self.pooled, **{f"deepstack.{i}": level for i, level in enumerate(self.deepstack)}}
 
 
-def grid_fields(grid: Sequence[int]) -> dict[str, str]:
-    """What an entry says of its image beside its key, compared when it is found: a second lock on the door."""
-    return {"grid": "x".join(map(str, grid))}
+def entry_fields(grid: Sequence[int], tokens: int, options: Options) -> dict[str, str]:
+    """What an entry says of its image beside its key. Only the grid is ever compared; the rest is for people.
+
+    Args:
+        grid (sequence of three `int`): the image's `image_grid_thw` row.
+        tokens (`int`): number of its tokens.
+        options (`Options`): settings of the request that stores it.
+    """
+    return {
+        "grid": _grid(grid),
+        "tokens": str(tokens),
+        "model": options.model,
+        "stored_by": f"vlcache_hf {__version__}",
+    }
+
+
+def has_grid(entry: StoredEntry, grid: Sequence[int]) -> bool:
+    """Whether an entry was made from an image of this grid: a second lock on the door."""
+    return entry.fields.get("grid") == _grid(grid)
+
+
+def _grid(grid: Sequence[int]) -> str:
+    return "x".join(map(str, grid))
 
 
 @dataclass
@@ -139,7 +160,9 @@ class FeatureSource:
             tensors = image.features.tensors()
             if store.accepts(sum(tensor.nbytes for tensor in tensors.values())):
                 host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-                written += store.put(KIND, image.key, image.key, host, grid_fields(image.grid))
+                written += store.put(
+                    KIND, image.key, image.key, host, entry_fields(image.grid, image.tokens, self.options)
+                )
         self._pending.clear()
         return written
 
@@ -152,7 +175,7 @@ class FeatureSource:
             return None
         names = self._names()
         fits = (
-            entry.fields == grid_fields(image.grid)
+            has_grid(entry, image.grid)
             and set(entry.keys()) == set(names)
             and all(len(entry.shape(name)) == 2 and entry.shape(name)[0] == image.tokens for name in names)
         )

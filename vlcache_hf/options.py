@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 from .config import VLCacheConfig
+from .keys import Digest, ModelKeys
 from .schedule import RecomputeSchedule
 from .store import Store
 
@@ -17,13 +20,33 @@ class Options:
         config (`VLCacheConfig`): the settings.
         store (`Store`): the tiers of the store at `config.cache_dir`.
         schedule (`RecomputeSchedule`): ratios of the model's layers.
+        model (`str`): label of the model, for people who look at what is stored. Decides nothing.
     """
 
     config: VLCacheConfig
     store: Store
     schedule: RecomputeSchedule
+    model: str = ""
 
     @property
     def lossy_allowed(self) -> bool:
         """Whether an image of another context may be reused: not at `reuse="exact"`, and nothing is saved at r = 1."""
         return self.config.reuse == "lossy" and self.schedule.ratios[-1] < 1.0
+
+
+def model_label(config: Any, keys: ModelKeys) -> str:
+    """A name of one state of a model for people, such as `Qwen/Qwen3-VL-8B-Instruct@0123456789ab`.
+
+    Args:
+        config (`PreTrainedConfig`): the model's config. Of a local folder only the name is taken, not where it lies.
+        keys (`ModelKeys`): state of the model, which the digits behind the `@` stand for.
+    """
+    name = str(getattr(config, "_name_or_path", "") or "")
+    if os.path.isdir(name):
+        parts = os.path.abspath(name).split(os.sep)
+        # a snapshot in the cache of the Hub is a folder named by a commit; the model's name stands further up
+        hub = next((part for part in parts if part.startswith("models--")), None)
+        name = hub.removeprefix("models--").replace("--", "/") if hub else parts[-1]
+    # A file name may hold bytes that are no text, and a header with them could not be read again.
+    name = (name or config.model_type).encode("utf-8", "replace").decode()[:128]
+    return f"{name}@{Digest('model', keys.vision, keys.text).hex()[:12]}"

@@ -18,7 +18,7 @@ from .keys import ModelKeys, model_keys
 from .options import Options
 from .records import RequestRecord, Stats, StatsCounter
 from .schedule import RecomputeSchedule, resolve_schedule
-from .store import DiskStore, RamTier, Store, WriteBehind
+from .store import DiskStore, RamTier, RemoteStore, Store, Tiered, WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,9 @@ class VLCacheRuntime:
             config.min_free_bytes,
             config.max_ram_bytes,
             config.write_behind,
+            config.remote,
+            config.remote_timeout_s,
+            config.remote_ttl_s,
         )
         if key not in self._stores:
             self._stores[key] = open_store(config)
@@ -147,13 +150,21 @@ class VLCacheRuntime:
 
 
 def open_store(config: VLCacheConfig) -> Store:
-    """The tiers that a config asks for; touches no disk.
+    """The tiers that a config asks for; touches no disk and no server.
 
     Args:
         config (`VLCacheConfig`): the settings.
+
+    Raises:
+        `ImportError`: it names a server, and redis-py is not installed.
+        `ValueError`: the URL of the server is not understood.
     """
     store: Store = DiskStore(config.cache_dir, config.max_disk_bytes, config.read_only, config.min_free_bytes)
-    if config.write_behind and not config.read_only:
+    behind = config.write_behind and not config.read_only
+    if config.remote:
+        remote = RemoteStore(config.remote, config.remote_timeout_s, config.remote_ttl_s, config.read_only)
+        store = Tiered(store, remote, config.max_ram_bytes if behind else None)
+    if behind:
         store = WriteBehind(store, config.max_ram_bytes)
     return RamTier(store, config.max_ram_bytes) if config.max_ram_bytes else store
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decide import KVShape, decide
 from ..encoder import EncodedImages
+from ..options import model_label
 from ..prefill import PrefillRequest
 from ..prompt import NotServable, read_prompt
 
@@ -73,6 +75,7 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     keys = runtime.model_keys(core, options.config.namespace)
     if keys is None:
         return None
+    options = dataclasses.replace(options, model=model_label(model.config, keys))
 
     def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor, watched: bool) -> Any:
         runtime.vision_called()
