@@ -89,6 +89,7 @@ class DiskStore:
             now = stamp()
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(now, now))
+                self._verified.moved(entry.identity, (*entry.identity[:3], now))
         return entry
 
     def names(self, kind: str, group: str) -> list[str]:
@@ -262,5 +263,10 @@ class DiskStore:
         if first:
             where = path or self.cache_dir
             logger.warning(
-                "The VLCache store %s (%s: %s: %s); going on without.", trouble, where, type(exc).__name__, exc
+                "The VLCache store %s (%s: %s: %s); going on without. If the folder cannot be used, set cache_dir or "
+                "VLCACHE_DIR to one that can.",
+                trouble,
+                where,
+                type(exc).__name__,
+                exc,
             )
