@@ -59,8 +59,8 @@ def _check_schedule(value: Any) -> None:
             raise ValueError(f"`schedule` as a ratio must lie in [0, 1] (10 % is 0.1), got {value}.")
     elif not isinstance(value, (str, os.PathLike, RecomputeSchedule)):
         raise ValueError(
-            f'`schedule` must be "auto", a ratio in [0, 1], a RecomputeSchedule or a file, got {value!r}. For one ratio '
-            "per layer: RecomputeSchedule([0.5, 0.1, ...])."
+            f'`schedule` must be "auto", a ratio in [0, 1], a RecomputeSchedule or a file, got {value!r}. '
+            "For one ratio per layer: RecomputeSchedule([0.5, 0.1, ...])."
         )
 
 
