@@ -40,7 +40,7 @@ def test_quick_start(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "kv exact, encoder skipped, recomputed 0.0 %" in done.stdout
-    assert "2 requests (0 in full): 1 exact, 0 reused, 1 missed" in done.stdout
+    assert "2 requests (0 in full); images: 1 exact, 0 reused, 1 missed" in done.stdout
 
 
 def test_settings_table_lists_every_setting() -> None:

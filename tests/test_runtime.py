@@ -53,9 +53,10 @@ def test_a_schedule_that_does_not_fit_is_an_error_at_load(tmp_path):
 
 
 def test_compute_dtype_tells_autocast():
-    assert compute_dtype(torch.float32) == "torch.float32"
+    model = tiny.stock("qwen3_vl").model.visual
+    assert compute_dtype(model) == "torch.float32"
     with torch.autocast("cpu", torch.bfloat16):
-        assert compute_dtype(torch.float32) == "torch.float32 cpu:torch.bfloat16"
+        assert compute_dtype(model) == "torch.float32 cpu:torch.bfloat16"
 
 
 def test_refresh_sees_edits_through_data(tmp_path):

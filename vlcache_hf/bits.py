@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -86,28 +87,48 @@ class Canary:
     """A few values of each of many tensors, read together: shows changes that no version counter shows.
 
     Args:
-        tensors (`Mapping[str, torch.Tensor]`): what to watch; meta tensors and wrapper subclasses are passed over.
+        tensors (`Mapping[str, torch.Tensor]`):
+            What to watch, without keeping it alive. Meta, complex and strided tensors and wrapper subclasses are
+            passed over.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], dict[str, weakref.ref[torch.Tensor]]] = {}
         for key, tensor in tensors.items():
             if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__") or not tensor.numel():
                 continue
-            if not tensor.is_contiguous():
-                continue
-            bits = tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
-            sample = bits[:: max(1, bits.numel() // _SAMPLES)][:_SAMPLES]
-            groups.setdefault((bits.device, bits.dtype), {})[key] = sample
-        self._groups = [(list(group), list(group.values())) for group in groups.values()]
-        self._values = [torch.cat(samples) for _, samples in self._groups]
+            if tensor.is_contiguous() and not tensor.is_complex():
+                groups.setdefault((tensor.device, tensor.dtype), {})[key] = weakref.ref(tensor)
+        self._groups = list(groups.values())
+        self._values = [_samples(group) for group in self._groups]
 
     def changed(self) -> set[str]:
         """Keys of the tensors whose sampled values are not what they were."""
         found: set[str] = set()
-        for (keys, samples), values in zip(self._groups, self._values):
-            if torch.equal(torch.cat(samples), values):
+        for group, values in zip(self._groups, self._values):
+            now = _samples(group)
+            if now is not None and values is not None and torch.equal(now, values):
                 continue
-            before = values.split([sample.numel() for sample in samples])
-            found.update(key for key, sample, old in zip(keys, samples, before) if not torch.equal(sample, old))
+            # rare, so one by one; a tensor that is gone or has another shape, dtype or place has changed
+            if now is None or values is None or now.shape != values.shape or now.dtype != values.dtype:
+                found.update(group)
+                continue
+            found.update(key for key, a, b in zip(group, now.unbind(), values.unbind()) if not torch.equal(a, b))
         return found
+
+
+def _samples(group: Mapping[str, weakref.ref[torch.Tensor]]) -> torch.Tensor | None:
+    """Bits of evenly spaced values of some tensors, `(tensors, samples)`; `None` when they do not fit together."""
+    parts = []
+    for reference in group.values():
+        tensor = reference()
+        if tensor is None or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        step = max(1, tensor.numel() // _SAMPLES)
+        # a tensor with few values repeats its first one
+        strides = (step,) if tensor.numel() >= _SAMPLES else (0,)
+        parts.append(tensor.detach().as_strided((_SAMPLES,), strides, tensor.storage_offset()))
+    try:
+        return torch.stack(parts).view(_INTEGERS[parts[0].element_size()])
+    except (RuntimeError, TypeError):  # moved to different devices or dtypes
+        return None

@@ -30,6 +30,8 @@ class VLCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig | None = None, **settings: Any) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"`VLCache` takes settings by name, as VLCache(schedule=0.3), got {config!r}.")
         known = {f.name for f in fields(VLCacheConfig)}
         unknown = sorted(set(settings) - known)
         if unknown:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from .schedule import RecomputeSchedule
+from .schedule import RecomputeSchedule
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -74,6 +73,17 @@ def _check_remote(url: Any) -> None:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_schedule(value: Any) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not 0.0 <= float(value) <= 1.0:
+            raise ValueError(f"`schedule` as a ratio must lie in [0, 1] (10 % is 0.1), got {value}.")
+    elif not isinstance(value, (str, os.PathLike, RecomputeSchedule)):
+        raise ValueError(
+            f'`schedule` must be "auto", a ratio in [0, 1], a RecomputeSchedule or a file, got {value!r}. '
+            "For one ratio per layer: RecomputeSchedule([0.5, 0.1, ...])."
+        )
 
 
 @dataclass
@@ -148,6 +158,8 @@ class VLCacheConfig:
     base_attn_implementation: str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cache_dir, (str, os.PathLike)):
+            raise ValueError(f"`cache_dir` must be a path, got {self.cache_dir!r}; leave it out for the default.")
         if _is_remote(self.cache_dir):
             self.remote, self.cache_dir = str(self.cache_dir), _default_cache_dir(local=True)
         self.remote = self.remote or None
@@ -175,8 +187,7 @@ class VLCacheConfig:
             raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
         if not isinstance(self.namespace, str):
             raise ValueError(f"`namespace` must be a string, got {self.namespace!r}.")
-        if isinstance(self.schedule, (int, float)) and not 0.0 <= float(self.schedule) <= 1.0:
-            raise ValueError(f"`schedule` as a ratio must lie in [0, 1], got {self.schedule}.")
+        _check_schedule(self.schedule)
 
     @classmethod
     def from_any(cls, value: VLCacheConfig | dict[str, Any] | None) -> VLCacheConfig:

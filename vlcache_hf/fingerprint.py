@@ -13,6 +13,16 @@ from torch import nn
 from .bits import BitsHash, Canary
 from .keys import Digest
 
+# Attributes outside parameters and buffers that change what a module of these models computes.
+_SCALARS = {
+    "attention_scaling",
+    "eps",
+    "interpolation_align_corners",
+    "interpolation_mode",
+    "scaling",
+    "variance_epsilon",
+}
+
 
 class FingerprintError(RuntimeError):
     """A tensor's bits cannot be read, so the model cannot be told from another one."""
@@ -111,6 +121,12 @@ class WeightsFingerprint:
 def _weights(module: nn.Module, path: str, total: Digest) -> Iterator[_Weight]:
     """All tensors that take part; the switches of adapters are added to `total`."""
     live = _live_adapters(module, path, total) if _is_adapter_layer(module) else None
+    for name in sorted(_SCALARS & module.__dict__.keys()):
+        total.add("scalar", path, name, str(module.__dict__[name]))
+    patch = module.__dict__.get("forward")
+    # accelerate wraps forwards too; the vision tower as a whole is wrapped by people who count its calls
+    if patch is not None and "_old_forward" not in module.__dict__ and path != "visual":
+        total.add("forward", path, _code(patch))
     for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
             yield _located(module, leaf, tensor, f"{path}.{leaf}")
@@ -140,10 +156,23 @@ def _live_adapters(module: Any, path: str, total: Digest) -> list[str]:
     """Adapters that take part as modules of their own, with their scaling; merged ones are in the base weights."""
     active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
     live = [adapter for adapter in active if adapter not in getattr(module, "merged_adapters", ())]
-    scaling = getattr(module, "scaling", {})
     if live:
-        total.add("adapters", path, *live, *(str(scaling.get(adapter)) for adapter in live))
+        # what a tuner keeps beside its parameters: scaling, ranks, indices
+        total.add("adapters", path, type(module).__qualname__, *live)
+        for name in sorted({"scaling", *getattr(module, "other_param_names", ())}):
+            table = getattr(module, name, None)
+            for adapter in live:
+                value = table.get(adapter) if isinstance(table, dict) else table
+                total.add(name, BitsHash()(value) if isinstance(value, torch.Tensor) else str(value))
     return live
+
+
+def _code(function: Any) -> str:
+    """What a replaced `forward` runs, as far as it can be told."""
+    inner = getattr(function, "__func__", getattr(function, "func", function))
+    code = getattr(inner, "__code__", None)
+    text = repr((code.co_code, code.co_consts, code.co_names)) if code is not None else repr(type(inner))
+    return Digest(getattr(inner, "__module__", "") or "", getattr(inner, "__qualname__", ""), text).hex()
 
 
 def _located(module: nn.Module, leaf: str, tensor: torch.Tensor, key: str) -> _Weight:

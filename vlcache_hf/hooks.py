@@ -1,18 +1,18 @@
-"""Forward hooks of users: an observer may stay, one that changes values puts the cache out of action.
+"""Forward hooks of users. No key can tell what a hook does, so a model that has some is computed in full.
 
-No key can tell what a hook does. So the hooks of a run that is captured or served are watched: one that returns
-another value or writes into what it is given ends the run, which is then computed in full, as stock, and remembered.
+One kind is watched instead, because people count calls with it: a hook behind the whole vision tower. It sees the
+tower's output only, so that whether it changed anything can be checked by comparison.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 # Hooks of these do their work without changing values: output capturing, offloading, sharding, weight normalisation.
 # Not peft, whose hooks choose adapters row by row.
@@ -20,7 +20,7 @@ _HARMLESS = ("transformers.", "accelerate.", "torch.")
 
 
 class HookChangesValues(Exception):
-    """A forward hook changed what a module computes."""
+    """A forward hook changed what the vision tower computes."""
 
 
 def _foreign(hook: Any) -> bool:
@@ -28,11 +28,24 @@ def _foreign(hook: Any) -> bool:
     return not home.startswith(_HARMLESS)
 
 
-def _hook_tables(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
-    for part in module.modules():
-        for table in (part._forward_pre_hooks, part._forward_hooks):
-            if table:
-                yield table
+def _any_foreign(*tables: dict[int, Callable[..., Any]]) -> bool:
+    return any(_foreign(hook) for table in tables for hook in table.values())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module, a part of it, or all modules of the process have forward hooks of users."""
+    if _any_foreign(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
+        return True
+    return any(_any_foreign(part._forward_pre_hooks, part._forward_hooks) for part in module.modules())
+
+
+def has_hooks_but_behind(module: nn.Module) -> bool:
+    """As `has_hooks`, but hooks that see the output of the whole module are passed over."""
+    return (
+        _any_foreign(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+        or _any_foreign(module._forward_pre_hooks)
+        or any(has_hooks(part) for part in module.children())
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -45,63 +58,40 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _versions(values: tuple[Any, ...]) -> list[int]:
-    return [tensor._version for tensor in _tensors(values) if not tensor.is_inference()]
+class watched_output:
+    """A context in which a hook behind a module that changes its output raises `HookChangesValues`.
 
+    Args:
+        module (`nn.Module`): the vision tower.
+    """
 
-class HookWatch:
-    """Watches the forward hooks of users, and remembers those that change values."""
-
-    def __init__(self) -> None:
-        self._changing: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def has_own_hooks(self, module: nn.Module) -> bool:
-        """Whether a module itself, not a part of it, has hooks of users."""
-        return any(_foreign(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
-
-    def has_inner_hooks(self, module: nn.Module) -> bool:
-        """Whether a module's parts, not the module itself, have hooks of users."""
-        return any(
-            _foreign(hook) for part in module.children() for table in _hook_tables(part) for hook in table.values()
-        )
-
-    def has_changing_hooks(self, module: nn.Module) -> bool:
-        """Whether a hook that has been seen to change values is on a module or on a part of it."""
-        if not self._changing:
-            return False
-        return any(hook in self._changing for table in _hook_tables(module) for hook in table.values())
-
-    def watching(self, module: nn.Module) -> _Watched:
-        """A context in which a hook that changes values raises `HookChangesValues`."""
-        return _Watched(module, self._changing)
-
-
-class _Watched:
-    def __init__(self, module: nn.Module, changing: weakref.WeakSet[Any]) -> None:
-        self._module, self._changing = module, changing
-        self._replaced: list[tuple[dict[int, Any], int, Any]] = []
+    def __init__(self, module: nn.Module) -> None:
+        self._hooks: dict[int, Any] = module._forward_hooks
+        self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        for table in _hook_tables(self._module):
-            for key, hook in list(table.items()):
-                if _foreign(hook):
-                    self._replaced.append((table, key, hook))
-                    table[key] = self._checked(hook)
+        for key, hook in list(self._hooks.items()):
+            if _foreign(hook):
+                self._replaced[key] = hook
+                self._hooks[key] = _checked(hook)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for table, key, hook in self._replaced:
-            if key in table:  # a hook may remove itself
-                table[key] = hook
+        for key, hook in self._replaced.items():
+            if key in self._hooks:  # a hook may remove itself
+                self._hooks[key] = hook
 
-    def _checked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            before = _versions(args)
-            result = hook(*args)
-            if (result is not None and result is not args[-1]) or _versions(args) != before:
-                self._changing.add(hook)
-                raise HookChangesValues("a forward hook changes values")
-            return result
 
-        return call
+def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        output = args[-1]
+        before = [tensor.clone() for tensor in _tensors(output)]
+        result = hook(*args)
+        after = list(_tensors(output))
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        if not same or (result is not None and result is not output):
+            raise HookChangesValues
+        return result
+
+    return call

@@ -13,7 +13,6 @@ from .attention.segments import resolve
 from .cache import REQUEST, TAINT, PrefillCache
 from .decide import KIND, KVShape, decide, remember, store_captured
 from .encoder import EncodedImages
-from .hooks import HookChangesValues, HookWatch
 from .plan import ImageSpan, LayerPlan, plan_prefill
 from .prompt import NotServable, Prompt
 from .state import ImageUse, PrefillState
@@ -49,17 +48,16 @@ class PrefillRequest:
         return sum(row.columns.size for row in self.prompt.rows) + len(self.prompt.ghosts) - skipped
 
 
-def run(text_model: Any, request: PrefillRequest, target: Cache | None, hooks: HookWatch) -> torch.Tensor:
+def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
     """Computes a prefill and stores what it captured.
 
     Args:
         text_model (`PreTrainedModel`): the stock text model, whose layers are called one by one.
         request (`PrefillRequest`): what to compute.
         target (`Cache`, *optional*): the caller's cache; filled to the full length of the prompt.
-        hooks (`HookWatch`): watches the forward hooks of users.
 
     Raises:
-        `NotServable`: a forward hook changes values; the caller's cache is empty again.
+        `NotServable`: a forward hook changes the image features; nothing has been written to the caller's cache.
 
     Returns:
         `torch.Tensor` of shape `(B, K, hidden)`: the final hidden states of the kept columns.
@@ -68,14 +66,13 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None, hooks: H
     record, options = encoded.record, encoded.options
     while True:
         try:
-            with record.timed("prefill"), hooks.watching(text_model):
+            with record.timed("prefill"):
                 hidden = _forward(text_model, request, target)
             break
-        except HookChangesValues as reason:
-            _empty(target)
-            raise NotServable(str(reason)) from None
         except StoreReadError:
-            _empty(target)
+            # some layers may already stand in the caller's cache, which was empty before
+            if target is not None:
+                target.reset()
             for use in request.uses:
                 if use.failed:
                     options.store.discard(KIND, use.group, use.entry_name)
@@ -95,12 +92,6 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None, hooks: H
     return hidden
 
 
-def _empty(target: Cache | None) -> None:
-    """Takes back the layers that already stand in the caller's cache, which was empty before."""
-    if target is not None:
-        target.reset()
-
-
 def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
     prompt, uses, encoded = request.prompt, request.uses, request.encoded
     spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in uses]
@@ -109,7 +100,7 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
     needed = sorted({index for _, index, _, _ in plan[0].visual})
     encoded.look_up(needed)
     if encoded.altered:
-        raise HookChangesValues("a forward hook changes the image features")
+        raise NotServable("a forward hook changes the image features")
 
     flat = _flat_columns(prompt, plan[0].runs).to(request.input_ids.device)
     hidden = text_model.embed_tokens(request.input_ids.flatten()[flat])[None]
@@ -157,21 +148,17 @@ def _flat_columns(prompt: Prompt, runs: Any) -> torch.Tensor:
     """Flat column `b * S + s` of every packed row of the first layer."""
     parts = [torch.from_numpy(prompt.rows[row].columns[a:b]) + row * prompt.num_columns for row, a, b in runs]
     ghosts = [ghost.row * prompt.num_columns + column for ghost, column in zip(prompt.ghosts, prompt.ghost_columns)]
-    return torch.cat([*parts, torch.tensor(ghosts, dtype=torch.long)])
+    return torch.cat([*parts, torch.tensor(ghosts, dtype=torch.long, device="cpu")])
 
 
 def _kept_rows(prompt: Prompt, plan: LayerPlan) -> torch.Tensor:
     """Packed index, in the last layer, of every column whose output is asked for, row by row."""
-    offsets: dict[tuple[int, int], int] = {}
+    table = np.full((len(prompt.rows), prompt.num_columns), -1)
     offset = 0
     for row, a, b in plan.runs:
-        columns = prompt.rows[row].columns[a:b]
-        first = int(np.searchsorted(columns, prompt.first_kept))
-        for position in range(first, b - a):
-            offsets[row, int(columns[position])] = offset + position
+        table[row, prompt.rows[row].columns[a:b]] = np.arange(offset, offset + b - a)
         offset += b - a
     for ghost, column in zip(prompt.ghosts, prompt.ghost_columns):
-        offsets[ghost.row, column] = offset
+        table[ghost.row, column] = offset
         offset += 1
-    kept = range(prompt.first_kept, prompt.num_columns)
-    return torch.tensor([offsets[row, column] for row in range(len(prompt.rows)) for column in kept])
+    return torch.from_numpy(table[:, prompt.first_kept :].reshape(-1))

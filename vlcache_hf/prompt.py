@@ -129,7 +129,7 @@ def read_prompt(
     visible = (
         np.ones((batch, columns), bool)
         if attention_mask is None
-        else attention_mask.detach().cpu().numpy().astype(bool)
+        else attention_mask.detach().to(torch.bool).cpu().numpy()
     )
     if visible.shape != ids.shape:
         raise NotServable("the attention mask has another shape than the prompt")

@@ -131,8 +131,8 @@ class Stats:
     def __str__(self) -> str:
         times = ", ".join(f"{what} {time:.2f} s" for what, time in self.seconds.items())
         return (
-            f"{self.requests} requests ({self.in_full} in full): {self.exact} exact, {self.reused} reused, "
-            f"{self.missed} missed; encoder {self.encoder_hits} hits, {self.vision_calls} vision calls\n"
+            f"{self.requests} requests ({self.in_full} in full); images: {self.exact} exact, {self.reused} reused, "
+            f"{self.missed} missed; encoder: {self.encoder_hits} hits, {self.vision_calls} vision calls\n"
             f"  image tokens (mean over layers): {self.tokens_reused} reused, {self.tokens_recomputed} recomputed\n"
             f"  read {_size(self.bytes_read)}, wrote {_size(self.bytes_written)}, {self.entries_stored} entries "
             f"stored, {self.dropped} dropped, {self.faults} storage faults" + (f"\n  {times}" if times else "")

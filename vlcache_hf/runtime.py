@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from .cache import VLCache
 from .config import VLCacheConfig
 from .fingerprint import FingerprintError, WeightsFingerprint
-from .hooks import HookWatch
 from .keys import ModelKeys, model_keys
 from .options import Options
 from .records import RequestRecord, Stats, StatsCounter
@@ -39,12 +38,14 @@ class VLCacheRuntime:
         self._stores: dict[tuple[Any, ...], Store] = {}
         self._schedules: dict[tuple[Any, ...], RecomputeSchedule] = {}
         self._warned: set[str] = set()
-        self.hooks = HookWatch()
         # per thread and task: threads that share a model must not read each other's record
         self._last: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("vlcache", default=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (VLCacheRuntime, (self.config,))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config}, {self.stats()})"
 
     @property
     def last_request(self) -> RequestRecord | None:
@@ -104,9 +105,9 @@ class VLCacheRuntime:
         wanted = config.schedule
         if isinstance(wanted, RecomputeSchedule):
             return Options(config, self._store(config), wanted.check_layers(num_layers))
-        key = (str(wanted), num_layers)
+        key = (str(wanted), num_layers, config.reuse)
         if key not in self._schedules:
-            self._schedules[key] = resolve_schedule(wanted, model_id, num_layers)
+            self._schedules[key] = resolve_schedule(wanted, model_id, num_layers, lossy=config.reuse == "lossy")
         return Options(config, self._store(config), self._schedules[key])
 
     def model_keys(self, core: Any, namespace: str) -> ModelKeys | None:
@@ -129,8 +130,8 @@ class VLCacheRuntime:
             text_config=core.config.text_config,
             vision_weights=vision_weights,
             text_weights=text_weights,
-            vision_dtype=compute_dtype(core.visual.dtype),
-            text_dtype=compute_dtype(core.language_model.dtype),
+            vision_dtype=compute_dtype(core.visual),
+            text_dtype=compute_dtype(core.language_model),
         )
 
     def warn_once(self, message: str) -> None:
@@ -145,6 +146,10 @@ class VLCacheRuntime:
     def finish(self, record: RequestRecord) -> None:
         """Publishes the record of a request that is done."""
         self._counter.add(record)
+        self.note(record)
+
+    def note(self, record: RequestRecord) -> None:
+        """Publishes the record of a request that the cache had no part in."""
         self._last.set(record)
         logger.debug("%s", record)
 
@@ -169,11 +174,16 @@ def open_store(config: VLCacheConfig) -> Store:
     return RamTier(store, config.max_ram_bytes) if config.max_ram_bytes else store
 
 
-def compute_dtype(dtype: torch.dtype) -> str:
-    """The dtype of activations: that of the weights, or what autocast makes of it."""
+def compute_dtype(module: Any) -> str:
+    """The dtype of a model's activations: that of its weights, or what autocast makes of it.
+
+    Args:
+        module (`PreTrainedModel`): the model.
+    """
+    devices = {"cpu", "cuda", module.device.type} - {"meta"}
     autocast = [
         f"{device}:{torch.get_autocast_dtype(device)}"
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
+        for device in sorted(devices)
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     ]
-    return " ".join([str(dtype), *autocast])
+    return " ".join([str(module.dtype), *autocast])

@@ -175,7 +175,8 @@ class RecomputeSchedule:
         if self.num_layers != num_layers:
             raise ValueError(
                 f"The schedule has {self.num_layers} ratios but the model has {num_layers} decoder layers"
-                + (f" (it was made for {self.model_id!r})." if self.model_id else ".")
+                + (f" (it was made for {self.model_id!r})" if self.model_id else "")
+                + f". Give {num_layers} ratios, or one number for all layers."
             )
         return self
 
@@ -197,7 +198,7 @@ def find_shipped(model_id: str) -> RecomputeSchedule | None:
 
 
 def resolve_schedule(
-    value: str | float | os.PathLike[str] | RecomputeSchedule, model_id: str, num_layers: int
+    value: str | float | os.PathLike[str] | RecomputeSchedule, model_id: str, num_layers: int, lossy: bool = True
 ) -> RecomputeSchedule:
     """Turns the `schedule` setting into a schedule for a model.
 
@@ -205,6 +206,7 @@ def resolve_schedule(
         value: the setting, see `VLCacheConfig.schedule`.
         model_id (`str`): `model.config._name_or_path`, used by `"auto"`.
         num_layers (`int`): number of decoder layers.
+        lossy (`bool`, *optional*, defaults to `True`): whether it will be used, so that a default is worth a warning.
 
     Raises:
         `ValueError`, `FileNotFoundError`: the setting names no valid schedule of `num_layers` layers.
@@ -219,7 +221,8 @@ def resolve_schedule(
     if shipped is not None and shipped.num_layers == num_layers:
         logger.info("Using the shipped recompute schedule of %s (mean %.3f).", Path(model_id).name, shipped.mean)
         return shipped
-    logger.warning(
+    logger.log(
+        logging.WARNING if lossy else logging.INFO,
         "No recompute schedule is shipped for %r: images met in another context recompute the first %d %% of their "
         'tokens at every layer. Set `schedule=` to choose, or `reuse="exact"` for lossless hits only.',
         model_id or "this model",

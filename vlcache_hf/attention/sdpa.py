@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class SdpaAttention:
         check_segments(segments, tokens, rows, pool_len)
         output = query.new_empty(1, tokens, heads, head_dim)
         start = 0
-        for segment in segments:
-            part = slice(start, start + segment.length)
+        for segment, repeats in _repeated(segments):
+            part = slice(start, start + segment.length * repeats)
             start = part.stop
             if segment.kv_len == 0:
                 output[:, part] = 0.0
@@ -55,7 +56,9 @@ class SdpaAttention:
             keys = key_pool[segment.row, None, : segment.kv_len].transpose(1, 2)
             values = value_pool[segment.row, None, : segment.kv_len].transpose(1, 2)
             queries = query[:, :, part]
-            if 1 < segment.length == segment.kv_len and _fused_causal(queries, keys, values):
+            if repeats > 1:
+                output[0, part] = _attend_alike(queries, keys, values, scaling)
+            elif 1 < segment.length == segment.kv_len and _fused_causal(queries, keys, values):
                 attended = scaled_dot_product_attention(
                     queries, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
                 )
@@ -64,6 +67,16 @@ class SdpaAttention:
                 mask = _mask(segments, heads // kv_heads, query.device, scratch) if segment.length > 1 else None
                 _attend_to_end(queries, keys, values, scaling, mask, output[:, part])
         return output
+
+
+def _repeated(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
+    """Counts equal neighbours of one query: padding that sees the same keys, thousands of them in a padded batch."""
+    for segment, group in itertools.groupby(segments):
+        count = len(list(group))
+        if segment.length == 1:
+            yield segment, count
+        else:
+            yield from itertools.repeat((segment, 1), count)
 
 
 def _fused_causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -105,6 +118,24 @@ def _mask(
         mask = torch.ones(chunk, kv_len, dtype=torch.bool, device=device).tril(kv_len - chunk)
         scratch[scratch_key] = mask[:, None].expand(-1, groups, -1).contiguous()
     return scratch[scratch_key]
+
+
+def _attend_alike(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention of queries that all see all keys.
+
+    Args:
+        queries (`torch.Tensor`): `[1, heads, length, head_dim]`.
+        keys (`torch.Tensor`): `[1, kv_heads, kv_len, head_dim]`.
+        values (`torch.Tensor`): `[1, kv_heads, kv_len, head_dim]`.
+        scaling (`float`): factor on the scores.
+
+    Returns:
+        `torch.Tensor`: `[length, heads, head_dim]`.
+    """
+    length = queries.shape[2]
+    folded = queries[0].unflatten(0, (keys.shape[1], -1)).flatten(1, 2)  # [kv_heads, groups * length, head_dim]
+    attended = scaled_dot_product_attention(folded[None], keys, values, scale=scaling)
+    return attended[0].unflatten(1, (-1, length)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend_to_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -18,6 +17,7 @@ from ..config import VLCacheConfig
 from ..encoder import EncodedImages
 from ..prefill import PrefillRequest, run
 from ..prompt import NotServable
+from ..records import RequestRecord
 from ..runtime import VLCacheRuntime
 from . import kernels
 from .serving import encode, plan_request, wants_full_outputs
@@ -61,7 +61,7 @@ class VLCacheCoreMixin(_StockIdentity):
         use_cache = kwargs.get("use_cache")
         if cache is None and (text_model.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=text_model.config)
-        hidden = run(text_model, request, cache, request.encoded.owner.hooks)
+        hidden = run(text_model, request, cache)
         # without `image_outputs`: the stock caller makes a tuple of all fields, which would bring every feature
         return self.vlcache_output_class(last_hidden_state=hidden, cache=cache)
 
@@ -125,7 +125,9 @@ class VLCacheGenerationMixin(_StockIdentity):
     @property
     def _vlcache_on(self) -> bool:
         core = self.model
-        return core.language_model.config._attn_implementation == NAME and not self.training
+        if core.language_model.config._attn_implementation != NAME:
+            return False
+        return not any(module.training for module in core.modules())  # dropout in one part is enough
 
     # --- forward
 
@@ -137,7 +139,10 @@ class VLCacheGenerationMixin(_StockIdentity):
         has_pixels = kwargs.get("pixel_values") is not None and kwargs.get("pixel_values_videos") is None
         if torch.compiler.is_compiling() or not (has_pixels or isinstance(encoded, EncodedImages)):
             return stock(self, **kwargs)
-        if encoded is None and self._vlcache_on and not outputs and not wants_full_outputs(self, kwargs):
+        on = encoded is None and self._vlcache_on and not outputs
+        if on and wants_full_outputs(self, kwargs):
+            self.vlcache.note(RequestRecord(in_full="values of all rows, or gradients, are asked for"))
+        elif on:
             encoded = encode(self, kwargs["pixel_values"], kwargs.get("image_grid_thw"), kwargs.get("cache"))
             if encoded is not None:
                 kwargs = {**kwargs, "pixel_values": None, "mm_encoder_outputs": {"image": encoded}}
@@ -241,9 +246,15 @@ class VLCacheGenerationMixin(_StockIdentity):
                 encoded.note_in_full()
                 self._vlcache_finish(encoded)
         # where users have compiled `forward`, a prefill of ours still runs as Python: a graph can read no store
-        ours = isinstance((model_kwargs.get("mm_encoder_outputs") or {}).get("image"), EncodedImages)
-        with torch.compiler.set_stance("force_eager") if ours else contextlib.nullcontext():
+        compiled = self.__dict__.get("forward")
+        original = getattr(compiled, "_torchdynamo_orig_callable", None)
+        if not isinstance(encoded, EncodedImages) or original is None:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        self.forward = original
+        try:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            self.forward = compiled
 
     def _vlcache_fits(
         self, encoded: EncodedImages, input_ids: torch.Tensor, model_kwargs: dict[str, Any], chunk: int

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decide import KVShape, decide
 from ..encoder import EncodedImages
+from ..hooks import has_hooks, has_hooks_but_behind, watched_output
 from ..options import model_label
 from ..prefill import PrefillRequest
 from ..prompt import NotServable, read_prompt
@@ -40,7 +41,7 @@ def wants_full_outputs(model: Any, kwargs: dict[str, Any]) -> bool:
         for name in ("output_attentions", "output_hidden_states", "output_router_logits")
     )
     trains = torch.is_grad_enabled() and (
-        pixels.requires_grad or any(parameter.requires_grad for parameter in model.parameters())
+        getattr(pixels, "requires_grad", False) or any(parameter.requires_grad for parameter in model.parameters())
     )
     return asked or trains or kwargs.get("labels") is not None
 
@@ -60,7 +61,7 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     core, runtime = model.model, model.vlcache
     if not isinstance(pixels, torch.Tensor) or not isinstance(grids, torch.Tensor):
         return None
-    if runtime.hooks.has_inner_hooks(core.visual) or runtime.hooks.has_changing_hooks(core.visual):
+    if has_hooks_but_behind(core.visual):
         return None
     merge = core.visual.spatial_merge_size**2
     if pixels.ndim != 2 or grids.ndim != 2 or grids.shape[1] != 3:
@@ -79,7 +80,7 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
 
     def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor, watched: bool) -> Any:
         runtime.vision_called()
-        with runtime.hooks.watching(core.visual) if watched else contextlib.nullcontext():
+        with watched_output(core.visual) if watched else contextlib.nullcontext():
             return core.get_image_features(some_pixels, some_grids, return_dict=True)
 
     levels = len(getattr(core.config.vision_config, "deepstack_visual_indexes", None) or ())
@@ -120,11 +121,13 @@ def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> 
 
 
 def _check_model(model: Any) -> None:
-    hooks, text_model = model.vlcache.hooks, model.model.language_model
-    if hooks.has_changing_hooks(text_model):
-        raise NotServable("a forward hook changes values")
-    if hooks.has_own_hooks(model.model) or hooks.has_own_hooks(text_model):
-        raise NotServable("the model as a whole has forward hooks, which a packed prefill passes by")
+    text_model = model.model.language_model
+    if has_hooks(text_model) or model.model._forward_hooks or model.model._forward_pre_hooks:
+        raise NotServable("what forward hooks do is unknown")
+    if [getattr(layer.self_attn, "layer_idx", None) for layer in text_model.layers] != list(
+        range(len(text_model.layers))
+    ):
+        raise NotServable("the layers were exchanged, so that they do not stand where their numbers say")
     text = model.config.text_config
     if any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ()):
         raise NotServable("the model has layers without full attention, which have no KV per token")
@@ -149,7 +152,7 @@ def _check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
         if getattr(model.config, name, False) or getattr(model.config.text_config, name, False):
             raise NotServable(f"`{name}` is asked for")
     keep = kwargs.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep < 0:
+    if not isinstance(keep, int) or keep < 0:
         raise NotServable("`logits_to_keep` chooses single positions")
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):

@@ -54,7 +54,8 @@ class BlockSums:
 
 
 class Verified:
-    """Which blocks of which files this process has checked. Files are never changed in place, so once is enough."""
+    """Which blocks of which files this process has checked. Files are never changed in place, so once is enough, as
+    long as a file's time is the one that this process has seen or set: whatever else touched it may have written."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,6 +73,13 @@ class Verified:
             while len(self._files) > _FILES:
                 self._files.popitem(last=False)
             return known
+
+    def moved(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """This process has set the time of a file: what was checked stays checked."""
+        with self._lock:
+            known = self._files.pop(before, None)
+            if known is not None:
+                self._files[after] = known
 
 
 def bad_blocks(tensor: torch.Tensor, start: int, stop: int, sums: str, checked: set[int]) -> Iterator[int]:

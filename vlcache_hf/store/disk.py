@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from .checksum import Verified
-from .entry import BadEntryError, Entry, open_entry
+from .entry import BadEntryError, Entry, identity, open_entry
 from .index import Index, IndexUnavailable
 from .layout import NonFiniteError, lay_out, write_entry
 from .paths import SUFFIX, entry_key, free_bytes, is_digest, remove_entry_file, stamp, walk_entries
@@ -107,9 +107,11 @@ class DiskStore:
         """
         if not self.read_only:
             # All that a hit writes: it needs no lock, and eviction and `names` look at it.
-            now = stamp()
-            with contextlib.suppress(OSError):
-                os.utime(self.cache_dir / entry_key(kind, group, name), ns=(now, now))
+            path, now = self.cache_dir / entry_key(kind, group, name), stamp()
+            with contextlib.suppress(OSError, BadEntryError):
+                before = identity(path)
+                os.utime(path, ns=(now, now))
+                self._verified.moved(before, (*before[:3], now))
 
     def names(self, kind: str, group: str) -> list[str]:
         """
@@ -287,5 +289,10 @@ class DiskStore:
         if first:
             where = path or self.cache_dir
             logger.warning(
-                "The VLCache store %s (%s: %s: %s); going on without.", trouble, where, type(exc).__name__, exc
+                "The VLCache store %s (%s: %s: %s); going on without. If the folder cannot be used, set cache_dir or "
+                "VLCACHE_DIR to one that can.",
+                trouble,
+                where,
+                type(exc).__name__,
+                exc,
             )
