@@ -122,7 +122,8 @@ def _weights(module: nn.Module, path: str, total: Digest) -> Iterator[_Weight]:
     """All tensors that take part; the switches of adapters are added to `total`."""
     live = _live_adapters(module, path, total) if _is_adapter_layer(module) else None
     for name in sorted(_SCALARS & module.__dict__.keys()):
-        total.add("scalar", path, name, str(module.__dict__[name]))
+        if isinstance(module.__dict__[name], (int, float, str)):  # tuners keep tables by adapter under such names
+            total.add("scalar", path, name, str(module.__dict__[name]))
     patch = module.__dict__.get("forward")
     # accelerate wraps forwards too; the vision tower as a whole is wrapped by people who count its calls
     if patch is not None and "_old_forward" not in module.__dict__ and path != "visual":
