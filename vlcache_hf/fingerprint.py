@@ -162,6 +162,8 @@ def _live_adapters(module: Any, path: str, total: Digest) -> list[str]:
         total.add("adapters", path, type(module).__qualname__, *live)
         for name in sorted({"scaling", *getattr(module, "other_param_names", ())}):
             table = getattr(module, name, None)
+            if isinstance(table, nn.Module):  # walked as a module
+                continue
             for adapter in live:
                 value = table.get(adapter) if isinstance(table, dict) else table
                 total.add(name, BitsHash()(value) if isinstance(value, torch.Tensor) else str(value))
