@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,26 @@ def _private_cache_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     monkeypatch.setenv("VLCACHE_WRITE_BEHIND", "0")
     monkeypatch.setenv("VLCACHE_MAX_RAM_BYTES", "0")
     monkeypatch.setenv("VLCACHE_MIN_FREE_BYTES", "0")
+
+
+class _Deprecations(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        # assisted generation warns of the way it calls `generate` itself
+        if "deprecat" in message.lower() and not message.startswith("Passing `generation_config` together with"):
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def _no_deprecated_call() -> Iterator[None]:
+    """Most of Transformers' renamings are announced through its logger, where `filterwarnings` sees nothing."""
+    handler = _Deprecations()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.messages, handler.messages
