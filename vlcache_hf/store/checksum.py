@@ -59,16 +59,19 @@ class Verified:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: OrderedDict[tuple[int, ...], dict[str, set[int]]] = OrderedDict()
+        self._files: OrderedDict[tuple[int, ...], tuple[str, dict[str, set[int]]]] = OrderedDict()
 
-    def of(self, file: tuple[int, ...]) -> dict[str, set[int]]:
+    def of(self, file: tuple[int, ...], serial: str) -> dict[str, set[int]]:
         """The blocks of a file that were found good, by tensor; callers add to it.
 
         Args:
-            file (`tuple[int, ...]`): what identifies the file.
+            file (`tuple[int, ...]`): what identifies the file among those that are there.
+            serial (`str`): what tells it from those that are gone, whose inode it may have.
         """
         with self._lock:
-            known = self._files.setdefault(file, {})
+            if self._files.get(file, ("", {}))[0] != serial:
+                self._files[file] = (serial, {})
+            known = self._files[file][1]
             self._files.move_to_end(file)
             while len(self._files) > _FILES:
                 self._files.popitem(last=False)

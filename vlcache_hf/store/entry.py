@@ -1,5 +1,6 @@
 """Reading an entry: a safetensors file whose metadata repeats the key that it was stored under."""
 
+import json
 import math
 import os
 import stat
@@ -7,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from .checksum import Verified, bad_blocks, placeholder
 
-FORMAT = "2"
+FORMAT = "3"
 FIELD = "field."  # the caller's fields, kept apart from the store's own
 SUMS = "sums."  # checksums by tensor
+HEAD = "head"  # checksum of all else that the header says
+SERIAL = "serial"  # never given twice: file systems do give an inode twice
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -70,6 +74,9 @@ class Entry:
             if len(self._sums.get(name, "-")) != len(placeholder(math.prod(shape) * dtype.itemsize)):
                 raise BadEntryError(f"tensor {name!r} has no checksums, or those of another size")
             self._specs[name] = (shape, dtype)
+        # a flipped byte could make I32 of F32, with no checksum of the values against it
+        if metadata.get(HEAD) != head_sum(metadata, self._specs):
+            raise BadEntryError("the checksum of its header does not fit")
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._specs.values())
 
     def keys(self) -> list[str]:
@@ -148,6 +155,18 @@ class Entry:
         return tensor
 
 
+def head_sum(metadata: dict[str, str], specs: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """Checksum of what a header says.
+
+    Args:
+        metadata (`dict[str, str]`): its metadata; an older checksum in it does not count.
+        specs (`dict[str, tuple]`): shape and dtype of each tensor.
+    """
+    parts: list[Any] = [sorted((key, value) for key, value in metadata.items() if key != HEAD)]
+    parts += [sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in specs.items())]
+    return xxhash.xxh3_64(json.dumps(parts).encode()).hexdigest()
+
+
 def _starting_with(prefix: str, metadata: dict[str, str]) -> dict[str, str]:
     return {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
 
@@ -179,7 +198,8 @@ def open_entry(path: Path, kind: str, group: str, name: str, verified: Verified 
             # The header is read and the data mapped by two opens: they must have met the same file.
             if identity(path)[:3] == before[:3]:  # a hit of another process only moves the time
                 _check(metadata, {"format": FORMAT, "kind": kind, "group": group, "name": name})
-                return Entry(handle, metadata, None if verified is None else verified.of(before))
+                checked = None if verified is None else verified.of(before, metadata.get(SERIAL, ""))
+                return Entry(handle, metadata, checked)
             error = OSError("was replaced while it was opened")
         if identity(path)[:3] == before[:3]:
             break

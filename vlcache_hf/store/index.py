@@ -106,7 +106,11 @@ class Index:
                     placed = self._make_room(cache, 0)  # the temporary file itself is counted already
                     if placed:
                         self._place(temporary, key)
+                        counted = cache.reset("size")
                         cache.set(key, None)
+                        # triggers in the database count: a flipped byte there would lift the cap in silence
+                        if cache.reset("size") - counted != os.stat(path).st_size:
+                            raise sqlite3.DatabaseError("the index does not count what is stored")
                     else:
                         remove_entry_file(self._root, key)
             except BaseException:
@@ -160,6 +164,11 @@ class Index:
                 else:
                     self._pause()
                 raise IndexUnavailable(str(exc)) from exc
+            except (ValueError, TypeError, KeyError, AttributeError) as exc:
+                # what Python makes of a damaged database, for instance text that is not UTF-8
+                self._close()
+                self._broken = exc
+                raise IndexUnavailable(str(exc)) from exc
             except BaseException as exc:
                 # An interrupt can hit between BEGIN and the code that would roll back.
                 if not isinstance(exc, OSError | IndexUnavailable):
@@ -207,9 +216,15 @@ class Index:
             probe.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             probe.execute("ROLLBACK")
         cache = EntryCache(str(self._folder), timeout=TIMEOUT_S, disk=EntryDisk, **SETTINGS)
-        reclaim_orphans(self._root)
-        cache.expire()
-        self._reconcile(cache)
+        try:
+            reclaim_orphans(self._root)
+            cache.expire()
+            self._reconcile(cache)
+        except BaseException:
+            # A COMMIT that fails leaves its transaction open: the lock would be held until the garbage is collected.
+            with contextlib.suppress(sqlite3.Error):
+                cache.close()
+            raise
         # Set last, so that a failure on the way opens again.
         self._cache, self._opened = cache, opened
         return cache
@@ -221,12 +236,17 @@ class Index:
                 cache.close()
 
     def _reconcile(self, cache: EntryCache) -> None:
-        """Drops rows that this store did not write and adds files that have no row: all of them after a rebuild, else
-        those of a writer that was killed between the two."""
+        """Drops rows that this store did not write, or that have no file, and adds files that have no row: all of them
+        after a rebuild, else those of a writer that was killed between the two."""
         with cache.transact():
             cache._sql("DELETE FROM Cache WHERE raw != 1 OR mode NOT IN (?, ?)", (MODE_BINARY, MODE_RAW))
             known = {key for (key,) in cache._sql("SELECT key FROM Cache")}
-            for key in walk_entries(self._root):
+            present = set(walk_entries(self._root))
+            cache._con.executemany(
+                "DELETE FROM Cache WHERE key = ?",
+                [(key,) for key in known if is_entry_key(key) and key not in present],
+            )
+            for key in present:
                 if key not in known:
                     with contextlib.suppress(FileNotFoundError):
                         used = os.stat(self._root / key).st_mtime
@@ -240,6 +260,9 @@ class Index:
         if self._cap is None:
             return True
         cache.temporary = nbytes + temporary_bytes(self._root)
+        if cache.volume() > self._cap:
+            reclaim_orphans(self._root)  # this process may have opened the index long ago
+            cache.temporary = nbytes + temporary_bytes(self._root)
         if cache.temporary > self._cap:
             return False
         cache.size_limit = self._cap

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from .checksum import BlockSums, placeholder
-from .entry import DTYPES, FIELD, FORMAT, SUMS
+from .entry import DTYPES, FIELD, FORMAT, HEAD, SERIAL, SUMS, head_sum
 
 _CHUNK_BYTES = 1 << 20  # small enough for a core's cache: the check of the values then costs no second read of memory
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -55,7 +56,8 @@ def lay_out(kind: str, group: str, name: str, tensors: dict[str, torch.Tensor], 
     Raises:
         `ValueError`: for a dtype, device or metadata that cannot be stored.
     """
-    metadata = {"format": FORMAT, "kind": kind, "group": group, "name": name}
+    metadata = {"format": FORMAT, "kind": kind, "group": group, "name": name, SERIAL: uuid.uuid4().hex}
+    metadata[HEAD] = placeholder(1)
     metadata.update({FIELD + key: value for key, value in fields.items()})
     if not all(isinstance(item, str) for pair in metadata.items() for item in pair):
         raise ValueError(f"fields must map strings to strings, got {fields!r}.")
@@ -101,6 +103,8 @@ def write_entry(path: Path, layout: Layout) -> None:
                 sums.update(data)
                 file.write(data)
             layout.header["__metadata__"][SUMS + key] = sums.hex()
+        specs = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in layout.tensors.items()}
+        layout.header["__metadata__"][HEAD] = head_sum(layout.header["__metadata__"], specs)
         file.seek(0)
         file.write(layout.start_of_file())
 
