@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .base import Store, StoredEntry
+from .layer import TierOver
 from .memory import Key, MemoryEntry
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class _Job:
     wanted: bool = True
 
 
-class WriteBehind:
+class WriteBehind(TierOver):
     """Hands entries to another tier in a background thread. What waits is served from memory.
 
     The queue is bounded in bytes: what does not fit is dropped and counted, since a miss is always acceptable. It is
@@ -43,15 +44,11 @@ class WriteBehind:
     """
 
     def __init__(self, below: Store, max_bytes: int) -> None:
-        self.below = below
-        self.max_bytes = max_bytes
+        super().__init__(below, max_bytes)
         self.dropped = 0
         self._start_over()
         # bound to the object only weakly: a store that nobody holds any more has nothing left to flush
         atexit.register(_flush_at_exit, weakref.ref(self))
-
-    def __reduce__(self) -> tuple[type[WriteBehind], tuple[Store, int]]:
-        return WriteBehind, (self.below, self.max_bytes)
 
     def _start_over(self) -> None:
         self._pid = os.getpid()
@@ -65,10 +62,6 @@ class WriteBehind:
             self._start_over()
         return self._changed
 
-    @property
-    def faults(self) -> int:
-        return self.below.faults
-
     def get(self, kind: str, group: str, name: str) -> StoredEntry | None:
         with self._here():
             job = self._waiting.get((kind, group, name))
@@ -76,17 +69,11 @@ class WriteBehind:
                 return job.entry
         return self.below.get(kind, group, name)
 
-    def touch(self, kind: str, group: str, name: str) -> None:
-        self.below.touch(kind, group, name)
-
     def names(self, kind: str, group: str) -> list[str]:
         with self._here():
             waiting = [key[2] for key, job in self._waiting.items() if key[:2] == (kind, group) and job.wanted]
         waiting.reverse()  # the last one stored was the last one used
         return waiting + [name for name in self.below.names(kind, group) if name not in waiting]
-
-    def accepts(self, nbytes: int) -> bool:
-        return self.below.accepts(nbytes)
 
     def put(
         self,
@@ -122,12 +109,6 @@ class WriteBehind:
             if job is not None:
                 job.wanted = False  # it may be on its way to the disk: the writer removes it again
         self.below.discard(kind, group, name)
-
-    def mark(self, key: str) -> None:
-        self.below.mark(key)
-
-    def marked(self, key: str) -> bool:
-        return self.below.marked(key)
 
     def nbytes(self) -> int:
         self.flush()

@@ -10,6 +10,7 @@ import torch
 
 from .base import Store, StoredEntry
 from .entry import StoreReadError
+from .layer import TierOver
 
 Key = tuple[str, str, str]
 
@@ -62,7 +63,7 @@ def in_memory(entry: StoredEntry) -> MemoryEntry:
     return MemoryEntry(tensors, dict(entry.fields))
 
 
-class RamTier:
+class RamTier(TierOver):
     """Keeps recently used entries in memory, in front of another tier.
 
     What is stored stays as it is, without a copy. What is read from below is copied at its second use, so that images
@@ -74,19 +75,11 @@ class RamTier:
     """
 
     def __init__(self, below: Store, max_bytes: int) -> None:
-        self.below = below
-        self.max_bytes = max_bytes
+        super().__init__(below, max_bytes)
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, MemoryEntry] = OrderedDict()
         self._used_once: OrderedDict[Key, None] = OrderedDict()
         self._bytes = 0
-
-    def __reduce__(self) -> tuple[type[RamTier], tuple[Store, int]]:
-        return RamTier, (self.below, self.max_bytes)
-
-    @property
-    def faults(self) -> int:
-        return self.below.faults
 
     @property
     def dropped(self) -> int:
@@ -116,14 +109,8 @@ class RamTier:
         self._keep(key, copy)
         return copy
 
-    def touch(self, kind: str, group: str, name: str) -> None:
-        self.below.touch(kind, group, name)
-
     def names(self, kind: str, group: str) -> list[str]:
         return self.below.names(kind, group)
-
-    def accepts(self, nbytes: int) -> bool:
-        return self.below.accepts(nbytes)
 
     def put(
         self,
@@ -142,12 +129,6 @@ class RamTier:
     def discard(self, kind: str, group: str, name: str) -> None:
         self._drop((kind, group, name))
         self.below.discard(kind, group, name)
-
-    def mark(self, key: str) -> None:
-        self.below.mark(key)
-
-    def marked(self, key: str) -> bool:
-        return self.below.marked(key)
 
     def nbytes(self) -> int:
         return self.below.nbytes()
