@@ -6,7 +6,8 @@ from safetensors import safe_open
 
 import tiny
 from vlcache_hf import VLCache, attach
-from vlcache_hf.decide import KVShape
+from vlcache_hf.decide import _fits
+from vlcache_hf.precision import KVShape
 from vlcache_hf.store import DiskStore
 
 A, B = tiny.image(1), tiny.image(2, 8, 12)
@@ -34,10 +35,11 @@ def test_entry_size_and_shape(tmp_path):
     tensors = {f"{part}.{layer}": torch.zeros(10, 3, 4) for part in "kv" for layer in range(2)}
     store.put("kv", "a" * 64, "b" * 64, tensors, {})
     entry = store.get("kv", "a" * 64, "b" * 64)
-    assert shape.fits(entry, 10)
-    assert not shape.fits(entry, 11)
-    assert not KVShape(3, 3, 4, torch.float32).fits(entry, 10)
-    assert not KVShape(2, 4, 3, torch.float32).fits(entry, 10)
+    assert _fits(entry, shape, 10)
+    assert not _fits(entry, shape, 11)
+    assert not _fits(entry, KVShape(3, 3, 4, torch.float32), 10)
+    assert not _fits(entry, KVShape(2, 4, 3, torch.float32), 10)
+    assert not _fits(entry, KVShape(2, 3, 4, torch.float32, "int8"), 10)
 
 
 def test_the_third_meeting_of_a_context_is_exact(ours, tmp_path):

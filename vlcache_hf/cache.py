@@ -96,7 +96,7 @@ class PrefillCache(Cache):
             value_pool[row, a:b] = values[offset:end]
             offset = end
         for offset, index, a, b in plan.visual:
-            state.uses[index].capture_rows(keys[offset : offset + b - a], values[offset : offset + b - a])
+            state.uses[index].capture_rows(layer_idx, keys[offset : offset + b - a], values[offset : offset + b - a])
         for index, a, b in plan.stored:
             use = state.uses[index]
             stored_keys, stored_values = use.stored_rows(layer_idx, a, b, keys, values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .precision import STORAGE_DTYPES
 from .schedule import RecomputeSchedule
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -119,6 +120,15 @@ class VLCacheConfig:
             Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):
             Nothing is stored when the disk would have less free space than this.
+        min_tokens (`int`, *optional*, defaults to 1):
+            Images of fewer tokens are neither looked up nor stored.
+        second_sight_bytes (`int`, *optional*):
+            Entries larger than this are stored when their image is met for the second time, so that large images that
+            come once cost no writing. `None` stores everything at first sight.
+        storage_dtype (`str`, *optional*, defaults to `"auto"`):
+            Precision of the stored KV. `"auto"` stores it as computed. `"int8"` and `"fp8"` store 8 bits a value, with
+            a scale for each token and head: about half the bytes of bfloat16, but every hit is lossy, also those of
+            the same context. With `reuse="exact"` KV is stored as computed, whatever is set here.
         remote (`str`, *optional*, defaults to `$VLCACHE_REMOTE`):
             A Redis or Valkey server that machines share, behind the folder: `redis://`, `rediss://` (TLS),
             `valkey://`, `valkeys://` (TLS) or `unix://`, with user, password and number of the database. Needs
@@ -150,6 +160,9 @@ class VLCacheConfig:
     max_ram_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MAX_RAM_BYTES", DEFAULT_MAX_RAM_BYTES))
     write_behind: bool = field(default_factory=lambda: _env_bool("VLCACHE_WRITE_BEHIND", "1"))
     min_free_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MIN_FREE_BYTES", DEFAULT_MIN_FREE_BYTES))
+    min_tokens: int = 1
+    second_sight_bytes: int | None = None
+    storage_dtype: str = "auto"
     # not in the `repr`, which ends up in logs: it may hold a password
     remote: str | None = field(default_factory=lambda: os.environ.get("VLCACHE_REMOTE"), repr=False)
     remote_timeout_s: float = 0.25
@@ -169,6 +182,7 @@ class VLCacheConfig:
         for name, value, allowed in (
             ("reuse", self.reuse, REUSE_MODES),
             ("policy", self.policy, POLICIES),
+            ("storage_dtype", self.storage_dtype, STORAGE_DTYPES),
             ("attention", self.attention, SEGMENT_BACKENDS),
             ("base_attn_implementation", self.base_attn_implementation, BASE_KERNELS),
         ):
@@ -183,8 +197,14 @@ class VLCacheConfig:
             raise ValueError(f"`remote_timeout_s` must be seconds above 0, got {self.remote_timeout_s!r}.")
         if not _is_count(self.remote_ttl_s, 1):
             raise ValueError(f"`remote_ttl_s` must be whole seconds from 1, got {self.remote_ttl_s!r}.")
-        if not _is_count(self.contexts_per_image, 1):
-            raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
+        for name in ("contexts_per_image", "min_tokens"):
+            if not _is_count(getattr(self, name), 1):
+                raise ValueError(f"`{name}` must be a whole number from 1, got {getattr(self, name)!r}.")
+        if self.second_sight_bytes is not None and not _is_count(self.second_sight_bytes, 0):
+            raise ValueError(
+                "`second_sight_bytes` must be whole bytes, or None to store everything at first sight, got "
+                f"{self.second_sight_bytes!r}."
+            )
         if not isinstance(self.namespace, str):
             raise ValueError(f"`namespace` must be a string, got {self.namespace!r}.")
         _check_schedule(self.schedule)

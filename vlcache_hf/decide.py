@@ -5,45 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from .encoder import EncodedImages
-from .features import entry_fields, has_grid
+from .features import SourceImage, entry_fields, has_grid
 from .options import Options
 from .plan import Runs, policy_runs
-from .prompt import Prompt
+from .precision import KVShape, stored_error
+from .prompt import Prompt, PromptImage
 from .records import ImageRecord
-from .state import ImageUse, layer_names
+from .state import ImageUse
 from .store import StoredEntry
 
 KIND = "kv"
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What one token of a stored image looks like.
-
-    Args:
-        layers (`int`): decoder layers.
-        heads (`int`): KV heads.
-        head_dim (`int`): size of a head.
-        dtype (`torch.dtype`): compute dtype, for estimates of size.
-    """
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of an entry: 2 x layers x kv_heads x head_dim x T x itemsize."""
-        return 2 * self.layers * self.heads * self.head_dim * tokens * self.dtype.itemsize
-
-    def fits(self, entry: StoredEntry, tokens: int) -> bool:
-        names = {name for layer in range(self.layers) for name in layer_names(layer)}
-        # dtypes are compared with the computed rows: under autocast keys and values may have different ones
-        shape = (tokens, self.heads, self.head_dim)
-        return set(entry.keys()) == names and all(tuple(entry.shape(name)) == shape for name in names)
 
 
 @dataclass(frozen=True)
@@ -67,49 +39,103 @@ def decide(
     Returns:
         `list[ImageUse]`: one per image, in prompt order.
     """
-    sources = encoded.images
-    contexts = prompt.contexts([source.key for source in sources])
-    uses: list[ImageUse] = []
-    tainted_row = -1  # images come row by row: the last row in which a lossy reuse stands
-    captured: set[tuple[str, str]] = set()
-    look_up = _LookUp(options, shape, avoid)
-    for image, source, context in zip(prompt.images, sources, contexts):
-        key, grid = source.key, source.grid
-        group = encoded.keys.kv_group(key, prompt.layout(image))
-        record = ImageRecord(image.row, image.length, layers=shape.layers, key=key)
-        use = ImageUse(image, group, context, grid, "miss", ((((0, image.length),),) * shape.layers), record)
-        uses.append(use)
-        tainted = tainted_row == image.row
-        found = look_up(group, context, image.length, grid)
-        if found is not None and not image.asked:
-            _hit(use, "exact", found, ((),) * shape.layers)
-        elif found is None and not image.asked and options.lossy_allowed:
-            names = (name for name in options.store.names(KIND, group) if name != context)
-            other = next((hit for name in names if (hit := look_up(group, name, image.length, grid))), None)
-            if other is not None and (tainted or not _met_before(encoded, options, group, context)):
-                _hit(use, "reused", other, _recompute(options, image.length))
-                tainted_row = image.row
-        if use.kind == "miss":
-            use.capture = (
-                found is None
-                and not tainted
-                and (group, context) not in captured
-                and options.store.accepts(shape.nbytes(image.length))
-            )
-            if use.capture:
-                captured.add((group, context))
-        record.kv = use.kind
-        record.recomputed = sum(b - a for runs in use.recompute for a, b in runs)
+    decision = _Decision(prompt, encoded, options, shape, avoid)
+    uses = decision.uses()
+    while decision.rows_to_promote - decision.in_full:
+        decision.in_full |= decision.rows_to_promote
+        uses = decision.uses()
     return uses
+
+
+class _Decision:
+    """One pass, or two: behind KV stored in 8 bits nothing is stored, so a row in which an image has been met behind
+    it before is decided once more with all its exact hits computed in full."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        encoded: EncodedImages,
+        options: Options,
+        shape: KVShape,
+        avoid: set[tuple[str, str]],
+    ) -> None:
+        self._prompt, self._encoded, self._options, self._shape = prompt, encoded, options, shape
+        self._look_up = _LookUp(options, shape, avoid)
+        self._contexts = prompt.contexts([source.key for source in encoded.images])
+        self.in_full: set[int] = set()
+        self.rows_to_promote: set[int] = set()
+
+    def uses(self) -> list[ImageUse]:
+        uses: list[ImageUse] = []
+        captured: set[tuple[str, str]] = set()
+        tainting: ImageUse | None = None  # images come row by row: the last one with a loss
+        for image, source, context in zip(self._prompt.images, self._encoded.images, self._contexts):
+            use = self._miss(image, source, context)
+            uses.append(use)
+            if tainting is not None and tainting.image.row != image.row:
+                tainting = None
+            found = self._choose(use, tainting)
+            if use.lossy:
+                tainting = use
+            at = (use.group, context)
+            if use.kind == "miss" and found is None and tainting is None and at not in captured:
+                use.capture = self._encoded.admission.stores(use.group, image.length, self._shape.nbytes(image.length))
+                captured |= {at} if use.capture else set()
+            use.record.kv = use.kind
+            use.record.recomputed = sum(b - a for runs in use.recompute for a, b in runs)
+        return uses
+
+    def _miss(self, image: PromptImage, source: SourceImage, context: str) -> ImageUse:
+        group = self._encoded.keys.kv_group(source.key, self._prompt.layout(image), self._shape.storage)
+        layers = self._shape.layers
+        record = ImageRecord(image.row, image.length, layers=layers, key=source.key)
+        everything = (((0, image.length),),) * layers
+        return ImageUse(image, group, context, source.grid, "miss", everything, record, self._shape)
+
+    def _choose(self, use: ImageUse, tainting: ImageUse | None) -> _Found | None:
+        """Makes a hit of what can be one; returns the entry of the image's own context, used or not."""
+        image, options = use.image, self._options
+        if not self._encoded.admission.large_enough(image.length):
+            return None
+        found = self._look_up(use.group, use.context, image.length, use.grid)
+        if image.asked:
+            return found
+        if found is not None:
+            if self._shape.exact or image.row not in self.in_full:
+                _hit(use, "exact", found, ((),) * self._shape.layers)
+            return found
+        if tainting is not None and tainting.kind == "exact" and self._met_before(use):
+            self.rows_to_promote.add(image.row)
+        if options.lossy_allowed:
+            names = (name for name in options.store.names(KIND, use.group) if name != use.context)
+            hits = (self._look_up(use.group, name, image.length, use.grid) for name in names)
+            other = next((hit for hit in hits if hit is not None), None)
+            if other is not None and (tainting is not None or not self._met_before(use)):
+                _hit(use, "reused", other, _recompute(options, image.length))
+        return None
+
+    def _met_before(self, use: ImageUse) -> bool:
+        """Whether an earlier request met the image in this very context, with a loss: then it is worth computing once
+        in full."""
+        if self._options.config.read_only or (use.group, use.context) in self._encoded.contexts_met:
+            return False
+        return self._options.store.marked(f"{use.group}/{use.context}")
 
 
 def _hit(use: ImageUse, kind: str, found: _Found, recompute: tuple[Runs, ...]) -> None:
     use.kind, use.entry, use.entry_name, use.recompute = kind, found.entry, found.name, recompute
+    use.record.storage, use.record.storage_error = use.shape.storage, stored_error(found.entry.fields)
 
 
 def _recompute(options: Options, tokens: int) -> tuple[Runs, ...]:
     counts: Sequence[int] = options.schedule.tokens(tokens)
     return tuple(policy_runs(options.config.policy, count, tokens) for count in counts)
+
+
+def _fits(entry: StoredEntry, shape: KVShape, tokens: int) -> bool:
+    # dtypes are compared with the computed rows: under autocast keys and values may have different ones
+    wanted = shape.shapes(tokens)
+    return set(entry.keys()) == set(wanted) and all(tuple(entry.shape(name)) == wanted[name] for name in wanted)
 
 
 class _LookUp:
@@ -122,24 +148,22 @@ class _LookUp:
     def __call__(self, group: str, name: str, tokens: int, grid: tuple[int, ...]) -> _Found | None:
         if (group, name) not in self._found:
             entry = self._options.store.get(KIND, group, name)
-            if entry is not None and not (has_grid(entry, grid) and self._shape.fits(entry, tokens)):
+            if entry is not None and not (has_grid(entry, grid) and _fits(entry, self._shape, tokens)):
                 self._options.store.discard(KIND, group, name)
                 entry = None
             self._found[group, name] = None if entry is None else _Found(entry, name)
         return self._found[group, name]
 
 
-def _met_before(encoded: EncodedImages, options: Options, group: str, context: str) -> bool:
-    """Whether an earlier request reused the image in this very context: then it is worth computing once in full."""
-    if options.config.read_only or (group, context) in encoded.contexts_met:
-        return False
-    return options.store.marked(f"{group}/{context}")
-
-
 def remember(uses: Sequence[ImageUse], encoded: EncodedImages, options: Options) -> None:
-    """Marks the contexts that were met with a lossy reuse, for promotion at their next meeting."""
+    """Marks the contexts that were met with a loss and have no entry, for promotion at their next meeting."""
+    lossy_row = -1
     for use in uses:
-        if use.kind == "reused" and (use.group, use.context) not in encoded.contexts_met:
+        behind = lossy_row == use.image.row
+        if use.lossy:
+            lossy_row = use.image.row
+        unstored = use.kind == "reused" or (use.kind == "miss" and behind and not use.image.asked)
+        if unstored and (use.group, use.context) not in encoded.contexts_met:
             encoded.contexts_met.add((use.group, use.context))
             if not options.config.read_only:
                 options.store.mark(f"{use.group}/{use.context}")
@@ -149,17 +173,18 @@ def store_captured(uses: Sequence[ImageUse], options: Options) -> int:
     """Writes the KV of captured images; returns the bytes written."""
     written = 0
     for use in uses:
-        if not use.capture or len(use.captured) != use.record.layers:
+        if not use.capture or len(use.captured) != len(use.shape.shapes(0)):
             continue
-        tensors = {
-            name: tensor for layer, pair in enumerate(use.captured) for name, tensor in zip(layer_names(layer), pair)
-        }
+        fields = entry_fields(use.grid, use.image.length, options)
+        if not use.shape.exact:
+            use.record.storage, use.record.storage_error = use.shape.storage, use.error.value()
+            fields |= {"storage": use.shape.storage, "error": f"{use.record.storage_error:.3e}"}
         size = options.store.put(
             KIND,
             use.group,
             use.context,
-            tensors,
-            entry_fields(use.grid, use.image.length, options),
+            dict(use.captured),
+            fields,
             max_in_group=options.config.contexts_per_image,
         )
         use.record.stored = size > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .admission import Admission
 from .features import FeatureSource, ImageFeatures, SourceImage, VisionTower
 from .keys import ModelKeys, pixel_digest
 from .options import Options
@@ -61,11 +62,12 @@ class EncodedImages:
         self.owner = owner
         self.keys = keys
         self.options = options
+        self.admission = Admission(options)
         self.contexts_met: set[tuple[str, str]] = set()
         self.planned: Any = None
         self.record = record
         self._done = False
-        self._source = FeatureSource(pixels, grids, images, tower, options, levels)
+        self._source = FeatureSource(pixels, grids, images, tower, options, self.admission, levels)
         self._order = order
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EncodedImages:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .admission import Admission
 from .hooks import HookChangesValues
 from .options import Options
 from .records import RequestRecord
@@ -95,6 +96,7 @@ class FeatureSource:
         tower (`Callable`): runs the vision tower on given patches and grids; the third argument asks it to raise
             `HookChangesValues` when a forward hook changes values.
         options (`Options`): store and settings of the request.
+        admission (`Admission`): which images are looked up and stored.
         levels (`int`): number of DeepStack levels.
         altered (`bool`): whether forward hooks changed the features, so that they belong to this request only.
     """
@@ -104,6 +106,7 @@ class FeatureSource:
     images: list[SourceImage]
     tower: VisionTower
     options: Options
+    admission: Admission
     levels: int
     altered: bool = False
     _pending: list[SourceImage] = field(default_factory=list)
@@ -130,7 +133,7 @@ class FeatureSource:
                 continue
             if not image.looked_up:
                 image.looked_up = True
-                image.entry = self._find(image)
+                image.entry = self._find(image) if self.admission.large_enough(image.tokens) else None
             if image.entry is not None:
                 image.source = "hit"
             else:
@@ -158,7 +161,7 @@ class FeatureSource:
         for image in self._pending:
             assert image.features is not None
             tensors = image.features.tensors()
-            if store.accepts(sum(tensor.nbytes for tensor in tensors.values())):
+            if self.admission.stores(image.key, image.tokens, sum(tensor.nbytes for tensor in tensors.values())):
                 host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
                 written += store.put(
                     KIND, image.key, image.key, host, entry_fields(image.grid, image.tokens, self.options)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .precision import AS_COMPUTED
+
 # Part of every key: raised whenever the meaning of stored tensors changes, so that old entries are never read.
 FORMAT_VERSION = "1"
 
@@ -105,15 +107,17 @@ class ModelKeys:
         """Key of the encoder output of an image under this model."""
         return Digest("image", self.vision, pixel_key).hex()
 
-    def kv_group(self, image_key: str, layout: np.ndarray) -> str:
+    def kv_group(self, image_key: str, layout: np.ndarray, storage: str = AS_COMPUTED) -> str:
         """Key shared by all contexts of an image under this model.
 
         Args:
             image_key (`str`): what `image()` returned.
+            storage (`str`): precision in which the KV is stored. What was rounded is never met by who asks for more.
             layout (`np.ndarray` of shape `(3, T)`, int64): positions of the image's tokens minus those of its first
                 token. Sequential positions (no `mm_token_type_ids`) and M-RoPE differ here.
         """
-        return Digest("kv", self.text, image_key).add(np.ascontiguousarray(layout).data).hex()
+        digest = Digest("kv", self.text, image_key).add(np.ascontiguousarray(layout).data)
+        return (digest if storage == AS_COMPUTED else digest.add("storage", storage)).hex()
 
 
 def model_keys(

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import VLCacheConfig
 from .keys import Digest, ModelKeys
+from .precision import AS_COMPUTED
 from .schedule import RecomputeSchedule
 from .store import Store
 
@@ -32,6 +33,11 @@ class Options:
     def lossy_allowed(self) -> bool:
         """Whether an image of another context may be reused: not at `reuse="exact"`, and nothing is saved at r = 1."""
         return self.config.reuse == "lossy" and self.schedule.ratios[-1] < 1.0
+
+    @property
+    def storage(self) -> str:
+        """Precision in which KV is stored and looked for: as computed where only lossless hits are wanted."""
+        return self.config.storage_dtype if self.config.reuse == "lossy" else AS_COMPUTED
 
 
 def model_label(config: Any, keys: ModelKeys) -> str:

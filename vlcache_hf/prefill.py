@@ -11,9 +11,10 @@ from transformers.cache_utils import Cache
 
 from .attention.segments import resolve
 from .cache import REQUEST, TAINT, PrefillCache
-from .decide import KIND, KVShape, decide, remember, store_captured
+from .decide import KIND, decide, remember, store_captured
 from .encoder import EncodedImages
 from .plan import ImageSpan, LayerPlan, plan_prefill
+from .precision import KVShape
 from .prompt import NotServable, Prompt
 from .state import ImageUse, PrefillState
 from .store import StoreReadError
@@ -79,7 +80,7 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
                     avoid.add((use.group, use.entry_name))
             request.uses = decide(request.prompt, encoded, options, request.shape, avoid)
     if target is not None:
-        setattr(target, TAINT, any(use.kind == "reused" for use in request.uses))
+        setattr(target, TAINT, any(use.lossy for use in request.uses))
         setattr(target, REQUEST, record)
     remember(request.uses, encoded, options)
     with record.timed("storing"):

@@ -17,14 +17,17 @@ class ImageRecord:
     Args:
         row (`int`): batch row.
         tokens (`int`): number of its tokens.
-        kv (`str`): `"exact"` (same context, lossless), `"reused"` (other context, partly recomputed), `"miss"`
-            (computed in full).
+        kv (`str`): `"exact"` (same context, lossless when stored as computed), `"reused"` (other context, partly
+            recomputed), `"miss"` (computed in full).
         encoder (`str`): `"hit"` (features read from the store), `"miss"` (vision tower run), `"skipped"` (no feature
             was needed).
         recomputed (`int`): tokens times layers that were computed.
         layers (`int`): number of decoder layers.
         bytes_read (`int`): bytes of KV and features taken from the store.
         stored (`bool`): whether its KV was stored by this request.
+        storage (`str`): precision of its KV in the store, `"auto"` for as computed. An exact hit of another precision
+            is lossy.
+        storage_error (`float`): relative error of its stored KV, the largest over layers, `|x - stored x| / |x|`.
         key (`str`): key of what it shows under this model, 64 hex digits.
     """
 
@@ -36,7 +39,14 @@ class ImageRecord:
     layers: int = 0
     bytes_read: int = 0
     stored: bool = False
+    storage: str = "auto"
+    storage_error: float = 0.0
     key: str = ""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its KV is not what computing it in full would give."""
+        return self.kv == "reused" or (self.kv == "exact" and self.storage != "auto")
 
     @property
     def ratio(self) -> float:
@@ -65,8 +75,8 @@ class RequestRecord:
 
     @property
     def lossy(self) -> bool:
-        """Whether any image was reused from another context."""
-        return any(image.kv == "reused" for image in self.images)
+        """Whether any image was reused from another context, or from KV stored in 8 bits."""
+        return any(image.lossy for image in self.images)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -90,7 +100,9 @@ class RequestRecord:
         for index, image in enumerate(self.images):
             lines.append(
                 f"  image {index} (row {image.row}): {image.tokens} tokens, kv {image.kv}, encoder {image.encoder}, "
-                f"recomputed {100 * image.ratio:.1f} %" + (", stored" if image.stored else "")
+                f"recomputed {100 * image.ratio:.1f} %"
+                + (", stored" if image.stored else "")
+                + (f", {image.storage} (error {image.storage_error:.1e})" if image.storage != "auto" else "")
             )
         if self.seconds:
             lines.append("  " + ", ".join(f"{what} {1000 * time:.1f} ms" for what, time in self.seconds.items()))

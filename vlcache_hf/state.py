@@ -9,15 +9,11 @@ import torch
 
 from .attention.segments import SegmentAttention
 from .plan import LayerPlan, Runs
+from .precision import KVShape, StorageError, dequantise
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .rope import rotate_into
 from .store import StoredEntry, StoreReadError
-
-
-def layer_names(layer: int) -> tuple[str, str]:
-    """Names of the stored keys and values of a layer."""
-    return f"k.{layer}", f"v.{layer}"
 
 
 @dataclass
@@ -36,6 +32,9 @@ class ImageUse:
         capture (`bool`): whether its KV is kept for the store.
         failed (`bool`): whether reading `entry` broke off.
         record (`ImageRecord`): its line in the request's record.
+        shape (`KVShape`): how its KV is stored.
+        captured (`dict[str, torch.Tensor]`): what is to be stored, so far.
+        error (`StorageError`): what storing it so loses, so far.
     """
 
     image: PromptImage
@@ -45,16 +44,25 @@ class ImageUse:
     kind: str
     recompute: tuple[Runs, ...]
     record: ImageRecord
+    shape: KVShape
     entry: StoredEntry | None = None
     entry_name: str = ""
     capture: bool = False
     failed: bool = False
-    captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    captured: dict[str, torch.Tensor] = field(default_factory=dict)
+    error: StorageError = field(default_factory=StorageError)
 
-    def capture_rows(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    @property
+    def lossy(self) -> bool:
+        """Whether what is computed behind this image carries a loss: of another context, or of 8 bits."""
+        return self.kind == "reused" or (self.kind == "exact" and not self.shape.exact)
+
+    def capture_rows(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps one layer's keys before RoPE and values, `(T, kv_heads, head_dim)`, if the image is to be stored."""
         if self.capture:
-            self.captured.append((keys.to("cpu", copy=True), values.to("cpu", copy=True)))
+            parts, error = self.shape.encode(layer, keys, values)
+            self.captured.update(parts)
+            self.error.add(error)
 
     def stored_rows(
         self, layer: int, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
@@ -72,12 +80,15 @@ class ImageUse:
         assert self.entry is not None
         self.failed = True
         parts = []
-        for name, like in zip(layer_names(layer), (keys, values)):
+        for name, like in zip(self.shape.names(layer), 2 * (keys, values)):
             part = self.entry.rows(name, start, stop)
-            if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype or part.shape[0] != stop - start:
-                raise StoreReadError(f"{name} has shape {tuple(part.shape)} and dtype {part.dtype}")
             self.record.bytes_read += part.nbytes
             parts.append(part.to(like.device, non_blocking=True))
+        if not self.shape.exact:
+            parts = [dequantise(*pair, like.dtype) for pair, like in zip(zip(parts[:2], parts[2:]), (keys, values))]
+        for name, part, like in zip(self.shape.names(layer), parts, (keys, values)):
+            if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype or part.shape[0] != stop - start:
+                raise StoreReadError(f"{name} has shape {tuple(part.shape)} and dtype {part.dtype}")
         self.failed = False
         return parts[0], parts[1]
 

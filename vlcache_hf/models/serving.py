@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..decide import KVShape, decide
+from ..decide import decide
 from ..encoder import EncodedImages
 from ..hooks import has_hooks, has_hooks_but_behind, watched_output
 from ..options import model_label
+from ..precision import KVShape
 from ..prefill import PrefillRequest
 from ..prompt import NotServable, read_prompt
 
@@ -115,8 +116,9 @@ def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> 
     text = core.config.text_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = core.language_model.dtype
-    shape = KVShape(len(core.language_model.layers), text.num_key_value_heads, head_dim, dtype)
-    uses = decide(prompt, encoded, encoded.options, shape, set())
+    options = encoded.options
+    shape = KVShape(len(core.language_model.layers), text.num_key_value_heads, head_dim, dtype, options.storage)
+    uses = decide(prompt, encoded, options, shape, set())
     return PrefillRequest(prompt, encoded, input_ids, position_ids, shape, uses)
 
 

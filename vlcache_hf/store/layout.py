@@ -124,5 +124,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _finite(chunk: torch.Tensor) -> bool:
     # A NaN or an infinity always shows in the sum, which is several times faster than looking at each value; a sum of
     # finite values that overflows is cleared up by the slow way.
+    if chunk.dtype.itemsize == 1:
+        chunk = chunk.to(torch.float32)  # there are no sums of 8 bits
     wide = torch.float64 if chunk.dtype == torch.float64 else torch.float32
     return math.isfinite(chunk.sum(dtype=wide).item()) or bool(torch.isfinite(chunk).all())
