@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlcache_hf.plan import ImageSpan, Segment, complement, plan_prefill, policy_runs
+from vlcache_hf.plan import ImageSpan, Segment, complement, plan_prefill
 
 
 @st.composite
@@ -100,16 +100,3 @@ def test_sets_that_grow_are_refused():
         plan_prefill([10], [ImageSpan(0, 2, 6, (((0, 1),), ((0, 3),)))], 2)
     with pytest.raises(ValueError, match="not nested"):
         plan_prefill([8], [ImageSpan(0, 2, 6, ((), ((3, 5),)))], 2)
-
-
-@pytest.mark.parametrize(
-    "policy, count, length, runs",
-    [
-        ("prefix", 3, 10, ((0, 3),)),
-        ("suffix", 3, 10, ((7, 10),)),
-        ("prefix", 0, 10, ()),
-        ("suffix", 10, 10, ((0, 10),)),
-    ],
-)
-def test_policies(policy, count, length, runs):
-    assert policy_runs(policy, count, length) == runs

@@ -96,15 +96,12 @@ class PrefillCache(Cache):
             value_pool[row, a:b] = values[offset:end]
             offset = end
         for offset, index, a, b in plan.visual:
-            state.uses[index].capture_rows(layer_idx, keys[offset : offset + b - a], values[offset : offset + b - a])
+            use, computed = state.uses[index], (keys[offset : offset + b - a], values[offset : offset + b - a])
+            use.capture_rows(layer_idx, *computed)
+            if use.kind == "reused" and state.watch.compares_kv(layer_idx):
+                state.watch.add_kv(layer_idx, index, computed, use.stored_rows(layer_idx, a, b, *computed))
         for index, a, b in plan.stored:
-            use = state.uses[index]
-            stored_keys, stored_values = use.stored_rows(layer_idx, a, b, keys, values)
-            row, start = use.image.row, use.image.start
-            rotate_into(
-                key_pool[row, start + a : start + b], stored_keys, *state.image_rope(use.image, a, b, keys.device)
-            )
-            value_pool[row, start + a : start + b] = stored_values
+            state.put_stored(state.uses[index], layer_idx, a, b, key_pool, value_pool)
         self._hand_over(key_pool, value_pool, layer_idx)
         return key_pool, value_pool
 

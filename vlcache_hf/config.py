@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .policies import RecomputePolicy, resolve_policy
 from .precision import STORAGE_DTYPES
 from .schedule import RecomputeSchedule
 
@@ -20,7 +21,8 @@ DEFAULT_MIN_FREE_BYTES = GIB
 DEFAULT_REMOTE_TTL_S = 7 * 24 * 3600
 
 REUSE_MODES = ("lossy", "exact")
-POLICIES = ("prefix", "suffix")
+GUARDS = ("off", "warn", "escalate")
+DEFAULT_GUARD_THRESHOLD = 0.3
 SEGMENT_BACKENDS = ("auto", "sdpa", "flash_attention_2", "varlen")
 REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 BASE_KERNELS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -106,9 +108,16 @@ class VLCacheConfig:
             `"exact"` serves lossless hits only and computes everything else in full.
         contexts_per_image (`int`, *optional*, defaults to 4):
             How many entries, one per context, are kept for an image (least recently used go first).
-        policy (`str`, *optional*, defaults to `"prefix"`):
-            Which tokens a reused image recomputes: the first (`"prefix"`, VLCache) or the last (`"suffix"`, the
-            comparison of the paper's appendix A.1).
+        policy (`str` or `RecomputePolicy`, *optional*, defaults to `"prefix"`):
+            Which tokens a reused image recomputes: the first (`"prefix"`, VLCache), or, for comparison, `"suffix"`,
+            `"random"`, `"none"`, `"full"`, `"encoder_only"`, `"epic"`, `"mpic"`, `"cacheblend"`, `"kvshare"` (see
+            `vlcache_hf.policies`).
+        guard (`str`, *optional*, defaults to `$VLCACHE_GUARD` or `"off"`):
+            What is done when the rows that a reused image recomputes in the first layers differ from the stored ones
+            by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
+            full (`"escalate"`), which also stores it for this context.
+        guard_threshold (`float`, *optional*, defaults to 0.3):
+            Relative deviation `|computed - stored| / |computed|` above which the guard acts.
         namespace (`str`, *optional*, defaults to `$VLCACHE_NAMESPACE` or `""`):
             Part of every key. Entries are never shared between namespaces: one per tenant.
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
@@ -154,7 +163,9 @@ class VLCacheConfig:
     schedule: str | float | os.PathLike[str] | RecomputeSchedule = "auto"
     reuse: str = field(default_factory=lambda: os.environ.get("VLCACHE_REUSE", "lossy"))
     contexts_per_image: int = 4
-    policy: str = "prefix"
+    policy: str | RecomputePolicy = "prefix"
+    guard: str = field(default_factory=lambda: os.environ.get("VLCACHE_GUARD", "off"))
+    guard_threshold: float = DEFAULT_GUARD_THRESHOLD
     namespace: str = field(default_factory=lambda: os.environ.get("VLCACHE_NAMESPACE", ""))
     read_only: bool = field(default_factory=lambda: _env_bool("VLCACHE_READ_ONLY"))
     max_ram_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MAX_RAM_BYTES", DEFAULT_MAX_RAM_BYTES))
@@ -181,7 +192,7 @@ class VLCacheConfig:
         self.cache_dir = str(Path(os.fspath(self.cache_dir)).expanduser())
         for name, value, allowed in (
             ("reuse", self.reuse, REUSE_MODES),
-            ("policy", self.policy, POLICIES),
+            ("guard", self.guard, GUARDS),
             ("storage_dtype", self.storage_dtype, STORAGE_DTYPES),
             ("attention", self.attention, SEGMENT_BACKENDS),
             ("base_attn_implementation", self.base_attn_implementation, BASE_KERNELS),
@@ -207,6 +218,9 @@ class VLCacheConfig:
             )
         if not isinstance(self.namespace, str):
             raise ValueError(f"`namespace` must be a string, got {self.namespace!r}.")
+        if not isinstance(self.guard_threshold, (int, float)) or not 0.0 <= self.guard_threshold < float("inf"):
+            raise ValueError(f"`guard_threshold` must be a deviation of at least 0, got {self.guard_threshold!r}.")
+        resolve_policy(self.policy)
         _check_schedule(self.schedule)
 
     @classmethod

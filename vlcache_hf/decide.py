@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from .encoder import EncodedImages
 from .features import SourceImage, entry_fields, has_grid
 from .options import Options
-from .plan import Runs, policy_runs
+from .plan import Runs
+from .policies import EncoderOnly
 from .precision import KVShape, stored_error
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .state import ImageUse
 from .store import StoredEntry
+from .watch import probe_counts
 
 KIND = "kv"
 
@@ -25,7 +27,12 @@ class _Found:
 
 
 def decide(
-    prompt: Prompt, encoded: EncodedImages, options: Options, shape: KVShape, avoid: set[tuple[str, str]]
+    prompt: Prompt,
+    encoded: EncodedImages,
+    options: Options,
+    shape: KVShape,
+    avoid: set[tuple[str, str]],
+    refused: frozenset[tuple[str, str]] = frozenset(),
 ) -> list[ImageUse]:
     """Looks every image of a prompt up.
 
@@ -35,11 +42,13 @@ def decide(
         options (`Options`): store, schedule and settings.
         shape (`KVShape`): what entries must look like.
         avoid (`set[tuple[str, str]]`): `(group, context)` of entries that could not be read in this request.
+        refused (`frozenset[tuple[str, str]]`, *optional*):
+            `(group, context)` in which nothing of another context may be reused: there it differs too much.
 
     Returns:
         `list[ImageUse]`: one per image, in prompt order.
     """
-    decision = _Decision(prompt, encoded, options, shape, avoid)
+    decision = _Decision(prompt, encoded, options, shape, avoid, refused)
     uses = decision.uses()
     while decision.rows_to_promote - decision.in_full:
         decision.in_full |= decision.rows_to_promote
@@ -58,7 +67,9 @@ class _Decision:
         options: Options,
         shape: KVShape,
         avoid: set[tuple[str, str]],
+        refused: frozenset[tuple[str, str]],
     ) -> None:
+        self._refused = refused
         self._prompt, self._encoded, self._options, self._shape = prompt, encoded, options, shape
         self._look_up = _LookUp(options, shape, avoid)
         self._contexts = prompt.contexts([source.key for source in encoded.images])
@@ -78,11 +89,12 @@ class _Decision:
             if use.lossy:
                 tainting = use
             at = (use.group, context)
-            if use.kind == "miss" and found is None and tainting is None and at not in captured:
+            stores = use.kind == "miss" and found is None and tainting is None and at not in captured
+            if stores and not isinstance(self._options.policy, EncoderOnly):
                 use.capture = self._encoded.admission.stores(use.group, image.length, self._shape.nbytes(image.length))
                 captured |= {at} if use.capture else set()
             use.record.kv = use.kind
-            use.record.recomputed = sum(b - a for runs in use.recompute for a, b in runs)
+            use.count_recomputed()
         return uses
 
     def _miss(self, image: PromptImage, source: SourceImage, context: str) -> ImageUse:
@@ -95,7 +107,7 @@ class _Decision:
     def _choose(self, use: ImageUse, tainting: ImageUse | None) -> _Found | None:
         """Makes a hit of what can be one; returns the entry of the image's own context, used or not."""
         image, options = use.image, self._options
-        if not self._encoded.admission.large_enough(image.length):
+        if not self._encoded.admission.large_enough(image.length) or isinstance(options.policy, EncoderOnly):
             return None
         found = self._look_up(use.group, use.context, image.length, use.grid)
         if image.asked:
@@ -106,7 +118,7 @@ class _Decision:
             return found
         if tainting is not None and tainting.kind == "exact" and self._met_before(use):
             self.rows_to_promote.add(image.row)
-        if options.lossy_allowed:
+        if options.lossy_allowed and (use.group, use.context) not in self._refused:
             names = (name for name in options.store.names(KIND, use.group) if name != use.context)
             hits = (self._look_up(use.group, name, image.length, use.grid) for name in names)
             other = next((hit for hit in hits if hit is not None), None)
@@ -127,9 +139,19 @@ def _hit(use: ImageUse, kind: str, found: _Found, recompute: tuple[Runs, ...]) -
     use.record.storage, use.record.storage_error = use.shape.storage, stored_error(found.entry.fields)
 
 
-def _recompute(options: Options, tokens: int) -> tuple[Runs, ...]:
+def wanted_counts(options: Options, tokens: int) -> Sequence[int]:
+    """Tokens that each layer recomputes of a reused image.
+
+    Args:
+        options (`Options`): schedule and guard.
+        tokens (`int`): tokens of the image.
+    """
     counts: Sequence[int] = options.schedule.tokens(tokens)
-    return tuple(policy_runs(options.config.policy, count, tokens) for count in counts)
+    return counts if options.config.guard == "off" else probe_counts(counts, tokens)
+
+
+def _recompute(options: Options, tokens: int) -> tuple[Runs, ...]:
+    return options.policy.runs(wanted_counts(options, tokens), tokens)
 
 
 def _fits(entry: StoredEntry, shape: KVShape, tokens: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import VLCacheConfig
 from .keys import Digest, ModelKeys
+from .policies import RecomputePolicy, resolve_policy
 from .precision import AS_COMPUTED
 from .schedule import RecomputeSchedule
 from .store import Store
@@ -33,6 +34,11 @@ class Options:
     def lossy_allowed(self) -> bool:
         """Whether an image of another context may be reused: not at `reuse="exact"`, and nothing is saved at r = 1."""
         return self.config.reuse == "lossy" and self.schedule.ratios[-1] < 1.0
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """The policy meant by the settings."""
+        return resolve_policy(self.config.policy)
 
     @property
     def storage(self) -> str:

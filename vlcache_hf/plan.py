@@ -5,8 +5,11 @@ Positions count the *visible* tokens of a batch row, those that the attention ma
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -91,13 +94,6 @@ def complement(runs: Runs, length: int) -> Runs:
     if end < length:
         gaps.append((end, length))
     return tuple(gaps)
-
-
-def policy_runs(policy: str, count: int, length: int) -> Runs:
-    """The `count` of `length` image tokens that a policy recomputes: the first (`prefix`) or last (`suffix`) ones."""
-    if count <= 0:
-        return ()
-    return ((0, count),) if policy == "prefix" else ((length - count, length),)
 
 
 def _row_runs(length: int, spans: Sequence[ImageSpan], layer: int) -> list[tuple[int, int]]:
@@ -191,14 +187,13 @@ class _Offsets:
     """Packed index of a position, for runs in packed order."""
 
     def __init__(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        self._starts: list[tuple[int, int, int, int]] = []
-        offset = 0
-        for row, a, b in runs:
-            self._starts.append((row, a, b, offset))
-            offset += b - a
+        self._runs = runs  # in order of row and position
+        self._offsets = list(accumulate((b - a for _, a, b in runs), initial=0))
 
     def __call__(self, row: int, position: int) -> int:
-        for run_row, a, b, offset in self._starts:
+        index = bisect_right(self._runs, (row, position, sys.maxsize)) - 1
+        if index >= 0:
+            run_row, a, b = self._runs[index]
             if run_row == row and a <= position < b:
-                return offset + position - a
+                return self._offsets[index] + position - a
         raise ValueError(f"position {position} of row {row} is not active")

@@ -11,13 +11,16 @@ from transformers.cache_utils import Cache
 
 from .attention.segments import resolve
 from .cache import REQUEST, TAINT, PrefillCache
-from .decide import KIND, decide, remember, store_captured
+from .decide import KIND, decide, remember, store_captured, wanted_counts
 from .encoder import EncodedImages
+from .options import Options
 from .plan import ImageSpan, LayerPlan, plan_prefill
+from .policies import LargestDeviation
 from .precision import KVShape
 from .prompt import NotServable, Prompt
 from .state import ImageUse, PrefillState
 from .store import StoreReadError
+from .watch import ContextMismatch, Watch, probe_layer
 
 
 @dataclass
@@ -65,26 +68,33 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
     """
     encoded, avoid = request.encoded, set[tuple[str, str]]()
     record, options = encoded.record, encoded.options
+    escalated: dict[int, float] = {}
     while True:
         try:
             with record.timed("prefill"):
                 hidden = _forward(text_model, request, target)
             break
         except StoreReadError:
-            # some layers may already stand in the caller's cache, which was empty before
-            if target is not None:
-                target.reset()
             for use in request.uses:
                 if use.failed:
                     options.store.discard(KIND, use.group, use.entry_name)
                     avoid.add((use.group, use.entry_name))
-            request.uses = decide(request.prompt, encoded, options, request.shape, avoid)
+        except ContextMismatch as mismatch:
+            escalated |= mismatch.images
+            record.abandoned += mismatch.rows
+        # some layers may already stand in the caller's cache, which was empty before
+        if target is not None:
+            target.reset()
+        refused = frozenset((use.group, use.context) for i, use in enumerate(request.uses) if i in escalated)
+        request.uses = decide(request.prompt, encoded, options, request.shape, avoid, refused)
     if target is not None:
         setattr(target, TAINT, any(use.lossy for use in request.uses))
         setattr(target, REQUEST, record)
     remember(request.uses, encoded, options)
     with record.timed("storing"):
         record.bytes_written += store_captured(request.uses, options)
+    for index, deviation in escalated.items():
+        request.uses[index].record.deviation, request.uses[index].record.guarded = deviation, "escalated"
     record.images = [use.record for use in request.uses]
     for index, use in enumerate(request.uses):
         use.record.encoder = encoded.images[index].source
@@ -95,9 +105,7 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
 
 def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
     prompt, uses, encoded = request.prompt, request.uses, request.encoded
-    spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in uses]
-    lengths = [row.columns.size for row in prompt.rows]
-    plan = plan_prefill(lengths, spans, request.shape.layers, prompt.ghosts)
+    plan = _plan(request)
     needed = sorted({index for _, index, _, _ in plan[0].visual})
     encoded.look_up(needed)
     if encoded.altered:
@@ -107,8 +115,10 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
     hidden = text_model.embed_tokens(request.input_ids.flatten()[flat])[None]
     dtype, device = hidden.dtype, hidden.device
     cos, sin = text_model.rotary_emb(hidden, request.position_ids.to(device))
-    backend = resolve(encoded.options.config.attention, device, dtype, request.shape.head_dim)
-    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend)
+    options = encoded.options
+    backend = resolve(options.config.attention, device, dtype, request.shape.head_dim)
+    watch = _watch(options, uses, request.shape.layers)
+    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend, watch)
 
     features = [(index, a, b, encoded.rows(index, a, b)) for _, index, a, b in plan[0].visual]
     for (offset, _, a, b), (_, _, _, rows) in zip(plan[0].visual, features):
@@ -131,9 +141,60 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
             vlcache_state=state,
         )
         if layer < deepstack_levels:
-            _add_deepstack(hidden, plan[layer].visual, features, layer)
-    kept = _kept_rows(prompt, plan[-1]).to(hidden.device)
+            _add_deepstack(hidden, state.plan[layer].visual, features, layer)
+        if layer == watch.guard_layer:
+            _judge(request, watch.deviations(), sum(done.num_rows for done in plan[: layer + 1]))
+        if watch.selects(layer):
+            _select(watch, uses, options)
+            state.replan(_plan(request))
+    kept = _kept_rows(prompt, state.plan[-1]).to(hidden.device)
     return text_model.norm(hidden[0, kept].view(len(prompt.rows), -1, hidden.shape[-1]))
+
+
+def _plan(request: PrefillRequest) -> tuple[LayerPlan, ...]:
+    prompt = request.prompt
+    spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in request.uses]
+    return plan_prefill([row.columns.size for row in prompt.rows], spans, request.shape.layers, prompt.ghosts)
+
+
+def _watch(options: Options, uses: list[ImageUse], layers: int) -> Watch:
+    """What is to be learned: nothing where no image of another context is reused."""
+    if not any(use.kind == "reused" for use in uses):
+        return Watch(None, None)
+    policy = options.policy
+    guard_layer = probe_layer(layers) if options.config.guard != "off" else None
+    return Watch(guard_layer, policy if isinstance(policy, LargestDeviation) else None)
+
+
+def _judge(request: PrefillRequest, deviations: dict[int, float], rows: int) -> None:
+    """What the guard makes of the deviations of reused images.
+
+    Raises:
+        `ContextMismatch`: the prefill must start again.
+    """
+    config, limit = request.encoded.options.config, request.encoded.options.config.guard_threshold
+    for index, deviation in deviations.items():
+        request.uses[index].record.deviation = deviation
+    over = {index: deviation for index, deviation in deviations.items() if not deviation <= limit}
+    if over and config.guard == "escalate":
+        raise ContextMismatch(over, rows)
+    for index in over:
+        request.uses[index].record.guarded = "warned"
+        request.encoded.owner.warn_once(
+            f"A reused image differs from what its context gives by more than guard_threshold={limit}: answers may be "
+            'worse. `guard="escalate"` computes such images in full, `reuse="exact"` reuses in the same context only. '
+            "How far it differs is in `model.vlcache.last_request`, how often in `model.vlcache.stats()`."
+        )
+
+
+def _select(watch: Watch, uses: list[ImageUse], options: Options) -> None:
+    """Gives reused images the tokens that a selective policy chooses, now that it has seen their values."""
+    assert watch.selection is not None
+    for index, use in enumerate(uses):
+        if use.kind == "reused":
+            counts = wanted_counts(options, use.image.length)
+            use.recompute = watch.selection.chosen(watch.scores(index), counts)
+            use.count_recomputed()
 
 
 def _add_deepstack(hidden: torch.Tensor, visual: Any, features: Any, level: int) -> None:

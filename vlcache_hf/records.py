@@ -28,6 +28,9 @@ class ImageRecord:
         storage (`str`): precision of its KV in the store, `"auto"` for as computed. An exact hit of another precision
             is lossy.
         storage_error (`float`): relative error of its stored KV, the largest over layers, `|x - stored x| / |x|`.
+        deviation (`float`, *optional*): how far the rows that were recomputed in the first layers are from the stored
+            ones, `|computed - stored| / |computed|`; with `guard` on, for images that stood to be reused.
+        guarded (`str`): what the guard did: nothing (`""`), `"warned"`, or `"escalated"` (computed in full instead).
         key (`str`): key of what it shows under this model, 64 hex digits.
     """
 
@@ -41,6 +44,8 @@ class ImageRecord:
     stored: bool = False
     storage: str = "auto"
     storage_error: float = 0.0
+    deviation: float | None = None
+    guarded: str = ""
     key: str = ""
 
     @property
@@ -62,6 +67,7 @@ class RequestRecord:
         images (`list[ImageRecord]`): the images in prompt order.
         text_tokens (`int`): visible tokens that are not of an image.
         in_full (`str`, *optional*): why the language model computed everything as stock, if it did.
+        abandoned (`int`): rows times layers that were computed before the guard made the prefill start again.
         bytes_read (`int`), bytes_written (`int`): bytes from and to the store.
         seconds (`dict[str, float]`): wall time of `fingerprint`, `hashing`, `loading`, `vision`, `prefill`, `storing`.
     """
@@ -69,6 +75,7 @@ class RequestRecord:
     images: list[ImageRecord] = field(default_factory=list)
     text_tokens: int = 0
     in_full: str | None = None
+    abandoned: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -103,6 +110,8 @@ class RequestRecord:
                 f"recomputed {100 * image.ratio:.1f} %"
                 + (", stored" if image.stored else "")
                 + (f", {image.storage} (error {image.storage_error:.1e})" if image.storage != "auto" else "")
+                + (f", deviation {image.deviation:.3f}" if image.deviation is not None else "")
+                + (f", {image.guarded}" if image.guarded else "")
             )
         if self.seconds:
             lines.append("  " + ", ".join(f"{what} {1000 * time:.1f} ms" for what, time in self.seconds.items()))
@@ -133,6 +142,8 @@ class Stats:
     bytes_read: int = 0
     bytes_written: int = 0
     entries_stored: int = 0
+    warned: int = 0
+    escalated: int = 0
     faults: int = 0
     dropped: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -177,6 +188,8 @@ class StatsCounter:
                 total.tokens_recomputed += recomputed
                 total.tokens_reused += image.tokens - recomputed
                 total.entries_stored += image.stored
+                total.warned += image.guarded == "warned"
+                total.escalated += image.guarded == "escalated"
             total.bytes_read += record.bytes_read
             total.bytes_written += record.bytes_written
             for what, time in record.seconds.items():

@@ -14,6 +14,7 @@ from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .rope import rotate_into
 from .store import StoredEntry, StoreReadError
+from .watch import Watch
 
 
 @dataclass
@@ -56,6 +57,10 @@ class ImageUse:
     def lossy(self) -> bool:
         """Whether what is computed behind this image carries a loss: of another context, or of 8 bits."""
         return self.kind == "reused" or (self.kind == "exact" and not self.shape.exact)
+
+    def count_recomputed(self) -> None:
+        """Notes how many tokens, times layers, are computed."""
+        self.record.recomputed = sum(b - a for runs in self.recompute for a, b in runs)
 
     def capture_rows(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps one layer's keys before RoPE and values, `(T, kv_heads, head_dim)`, if the image is to be stored."""
@@ -106,6 +111,7 @@ class PrefillState:
         cos (`torch.Tensor` of shape `(B, S, head_dim)`), sin (`torch.Tensor`): RoPE of every column.
         flat (`torch.Tensor` of shape `(n,)`): flat columns `b * S + s` of the packed rows of layer 0.
         backend (`SegmentAttention`): the attention kernel.
+        watch (`Watch`): what is learned about reuse on the way.
     """
 
     def __init__(
@@ -117,11 +123,13 @@ class PrefillState:
         sin: torch.Tensor,
         flat: torch.Tensor,
         backend: SegmentAttention,
+        watch: Watch,
     ) -> None:
         self.plan = plan
         self.prompt = prompt
         self.uses = uses
         self.backend = backend
+        self.watch = watch
         page = backend.page_size
         longest = max(row.columns.size for row in prompt.rows)
         self.pool_shape = (len(prompt.rows), (longest + page - 1) // page * page)
@@ -129,6 +137,11 @@ class PrefillState:
         self._row_cos, self._row_sin = self._cos[flat], self._sin[flat]
         self._on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch: dict[int, dict[Any, Any]] = {}
+
+    def replan(self, plan: tuple[LayerPlan, ...]) -> None:
+        """Takes a plan that differs in the layers to come."""
+        self.plan = plan
+        self._scratch.clear()  # it is found by the identity of parts of the old plan
 
     def enter(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Drops the rows that the next layer does not compute.
@@ -182,7 +195,37 @@ class PrefillState:
         rotated = rotate_into(torch.empty_like(query), query, cos.transpose(0, 1), sin.transpose(0, 1))
         segments = self.plan[layer].segments
         scratch = self._scratch.setdefault(id(segments), {})
-        return self.backend(rotated, keys, values, segments, scaling, scratch)
+        output = self.backend(rotated, keys, values, segments, scaling, scratch)
+        if self.watch.compares_attention(layer):
+            keys, values = keys.clone(), values.clone()
+            for use in self.uses:
+                if use.kind == "reused":
+                    self.put_stored(use, layer, 0, use.image.length, keys, values)
+            stored = self.backend(rotated, keys, values, segments, scaling, {})
+            for offset, index, a, b in self.plan[layer].visual:
+                if self.uses[index].kind == "reused":
+                    part = slice(offset, offset + b - a)
+                    self.watch.add_attention(index, output[0, part], stored[0, part])
+        return output
+
+    def put_stored(
+        self, use: ImageUse, layer: int, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Writes stored rows of an image, rotated to their positions, into the pools of a layer.
+
+        Args:
+            use (`ImageUse`): the image.
+            layer (`int`): the layer.
+            start (`int`), stop (`int`): which of its tokens.
+            keys (`torch.Tensor` of shape `(B, P, kv_heads, head_dim)`), values (`torch.Tensor`): the pools.
+
+        Raises:
+            `StoreReadError`: they cannot be read or do not fit.
+        """
+        stored_keys, stored_values = use.stored_rows(layer, start, stop, keys[0], values[0])
+        row, part = use.image.row, slice(use.image.start + start, use.image.start + stop)
+        rotate_into(keys[row, part], stored_keys, *self.image_rope(use.image, start, stop, keys.device))
+        values[row, part] = stored_values
 
     def to_columns(self, pool: torch.Tensor) -> torch.Tensor:
         """A pool as the padded columns of the batch: `(B, P, kv_heads, head_dim)` to `(B, S, kv_heads, head_dim)`."""
