@@ -85,7 +85,8 @@ class PrefillCache(Cache):
         """
         state, plan = self.state, self.state.plan[layer_idx]
         keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        cos, sin = state.rows(keys.device)
+        keys, values = state.with_aside(layer_idx, keys, values)
+        cos, sin = state.key_rope(keys.device)
         pool_shape = (*state.pool_shape, *keys.shape[1:])
         key_pool, value_pool = keys.new_empty(pool_shape), values.new_empty(pool_shape)
 

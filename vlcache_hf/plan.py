@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -54,21 +55,24 @@ class ImageSpan:
 class LayerPlan:
     """What one decoder layer computes. Its packed rows are all active tokens, row by row, then the padding queries.
 
+    Every active token gets keys and values. What goes on to the next layer (`through`) also gets attention and MLP.
+
     Args:
-        segments (`tuple[Segment, ...]`): the queries in packed order.
         runs (`tuple[tuple[int, int, int], ...]`): `(row, a, b)` of the active tokens in packed order.
         visual (`tuple[tuple[int, int, int, int], ...]`):
             `(packed offset, image index, a, b)`: active image tokens, `a` and `b` counted from the image's start.
         stored (`tuple[tuple[int, int, int], ...]`): `(image index, a, b)`: image tokens taken from the store.
-        narrow (`Runs` or `None`): which packed rows of the layer below go on; `None` when all do.
+        through (`Runs` or `None`): the packed rows that the next layer needs; `None` when it needs all.
+        segments (`tuple[Segment, ...]`): the queries in packed order: those rows, or all where a model's layers cannot
+            compute keys and values alone.
         num_rows (`int`): number of packed rows, padding queries included.
     """
 
-    segments: tuple[Segment, ...]
     runs: tuple[tuple[int, int, int], ...]
     visual: tuple[tuple[int, int, int, int], ...]
     stored: tuple[tuple[int, int, int], ...]
-    narrow: Runs | None
+    through: Runs | None
+    segments: tuple[Segment, ...]
     num_rows: int
 
 
@@ -107,8 +111,10 @@ def _row_runs(length: int, spans: Sequence[ImageSpan], layer: int) -> list[tuple
     return _merge(runs)
 
 
-def _narrow(before: Sequence[tuple[int, int, int]], after: Sequence[tuple[int, int, int]], ghosts: int) -> Runs | None:
-    """Packed rows of the layer below that the next layer keeps, as runs of packed indices."""
+def _through(
+    before: Sequence[tuple[int, int, int]], after: Sequence[tuple[int, int, int]], ghosts: int
+) -> Runs | None:
+    """Packed rows of a layer that the next layer needs, as runs of packed indices; `None` for all."""
     kept: list[tuple[int, int]] = []
     offset, index = 0, 0
     for row, a, b in before:
@@ -127,7 +133,12 @@ def _narrow(before: Sequence[tuple[int, int, int]], after: Sequence[tuple[int, i
 
 
 def plan_prefill(
-    lengths: Sequence[int], spans: Sequence[ImageSpan], num_layers: int, ghosts: Sequence[Segment] = ()
+    lengths: Sequence[int],
+    spans: Sequence[ImageSpan],
+    num_layers: int,
+    ghosts: Sequence[Segment] = (),
+    kept: Sequence[int] | None = None,
+    kv_only: bool = True,
 ) -> tuple[LayerPlan, ...]:
     """Plans every layer of a prefill.
 
@@ -137,50 +148,89 @@ def plan_prefill(
         num_layers (`int`): number of decoder layers.
         ghosts (sequence of `Segment`, *optional*):
             Padding tokens whose output is asked for: queries of length 1 that are nobody's key.
+        kept (sequence of `int`, *optional*):
+            For every row the position from which on outputs are asked for; by default all are.
+        kv_only (`bool`, *optional*, defaults to `True`):
+            Whether rows that the next layer does not need get keys and values only.
 
     Returns:
-        `tuple[LayerPlan, ...]`: one plan per layer; layers with equal active sets share one object.
+        `tuple[LayerPlan, ...]`: one plan per layer, and one more for the outputs, without queries; layers with equal
+        work share one object.
 
     Raises:
         `ValueError`: the active sets are not nested.
     """
-    by_row: list[list[tuple[int, ImageSpan]]] = [[] for _ in lengths]
-    for index, span in enumerate(spans):
-        by_row[span.row].append((index, span))
+    sets = _active_sets(lengths, spans, num_layers)
+    first = [0] * len(lengths) if kept is None else kept
+    outputs = tuple((row, max(a, first[row]), b) for row, a, b in sets[-1] if b > first[row])
+    sets.append(sets[-1] if outputs == sets[-1] else outputs)
+    known: dict[tuple[int, int], LayerPlan] = {}
+    queries: dict[int, tuple[Segment, ...]] = {}
+    for active in sets:
+        if id(active) not in queries:
+            queries[id(active)] = tuple(Segment(row, b - a, b) for row, a, b in active) + tuple(ghosts)
     plans: list[LayerPlan] = []
-    for layer in range(num_layers):
-        if layer and all(span.recompute[layer] == span.recompute[layer - 1] for span in spans):
-            same = plans[-1]
-            plans.append(same if same.narrow is None else _unnarrowed(same))
-            continue
-        runs: list[tuple[int, int, int]] = []
-        for row, length in enumerate(lengths):
-            runs.extend((row, a, b) for a, b in _row_runs(length, [span for _, span in by_row[row]], layer))
-        visual: list[tuple[int, int, int, int]] = []
-        stored: list[tuple[int, int, int]] = []
-        offset_of = _Offsets(runs)
-        for row_spans in by_row:
-            for index, span in row_spans:
-                for a, b in span.recompute[layer]:
-                    visual.append((offset_of(span.row, span.start + a), index, a, b))
-                stored.extend((index, a, b) for a, b in complement(span.recompute[layer], span.length))
-        segments = tuple(Segment(row, b - a, b) for row, a, b in runs) + tuple(ghosts)
-        plans.append(
-            LayerPlan(
-                segments=segments,
-                runs=tuple(runs),
-                visual=tuple(visual),
-                stored=tuple(stored),
-                narrow=_narrow(plans[-1].runs, runs, len(ghosts)) if plans else None,
-                num_rows=sum(segment.length for segment in segments),
+    for layer, active in enumerate(sets):
+        above = sets[layer + 1] if layer < num_layers else ()
+        pair = (id(active), id(above))
+        if pair not in known or layer == num_layers:
+            known[pair] = LayerPlan(
+                runs=active,
+                **_images(active, spans, min(layer, num_layers - 1), outputs if layer == num_layers else None),
+                through=_through(active, above, len(ghosts)) if layer < num_layers else None,
+                segments=queries[id(above if kv_only else active)] if layer < num_layers else (),
+                num_rows=sum(b - a for _, a, b in active) + len(ghosts),
             )
-        )
+        plans.append(known[pair])
     return tuple(plans)
 
 
-def _unnarrowed(plan: LayerPlan) -> LayerPlan:
-    """`plan` for a layer above the one that narrowed: the same active set, nothing left to drop."""
-    return replace(plan, narrow=None)
+def _active_sets(
+    lengths: Sequence[int], spans: Sequence[ImageSpan], num_layers: int
+) -> list[tuple[tuple[int, int, int], ...]]:
+    """`(row, a, b)` of the active tokens of every layer; layers with equal sets share one object."""
+    by_row: list[list[ImageSpan]] = [[] for _ in lengths]
+    for span in spans:
+        by_row[span.row].append(span)
+    sets: list[tuple[tuple[int, int, int], ...]] = []
+    for layer in range(num_layers):
+        if layer and all(span.recompute[layer] == span.recompute[layer - 1] for span in spans):
+            sets.append(sets[-1])
+            continue
+        sets.append(
+            tuple((row, a, b) for row, length in enumerate(lengths) for a, b in _row_runs(length, by_row[row], layer))
+        )
+    return sets
+
+
+def _images(
+    active: Sequence[tuple[int, int, int]],
+    spans: Sequence[ImageSpan],
+    layer: int,
+    outputs: Sequence[tuple[int, int, int]] | None,
+) -> dict[str, Any]:
+    """Which image tokens are computed, and which come from the store; of the outputs only the former is asked."""
+    offset_of = _Offsets(active)
+    visual: list[tuple[int, int, int, int]] = []
+    stored: list[tuple[int, int, int]] = []
+    for index, span in enumerate(spans):
+        runs = span.recompute[layer]
+        if outputs is not None:
+            runs = _overlap(runs, span, outputs)
+        visual.extend((offset_of(span.row, span.start + a), index, a, b) for a, b in runs)
+        if outputs is None:
+            stored.extend((index, a, b) for a, b in complement(runs, span.length))
+    return {"visual": tuple(visual), "stored": tuple(stored)}
+
+
+def _overlap(runs: Runs, span: ImageSpan, outputs: Sequence[tuple[int, int, int]]) -> Runs:
+    parts = []
+    for a, b in runs:
+        for row, start, stop in outputs:
+            low, high = max(a, start - span.start), min(b, stop - span.start)
+            if row == span.row and low < high:
+                parts.append((low, high))
+    return tuple(parts)
 
 
 class _Offsets:

@@ -18,7 +18,7 @@ from .plan import ImageSpan, LayerPlan, plan_prefill
 from .policies import LargestDeviation
 from .precision import KVShape
 from .prompt import NotServable, Prompt
-from .state import ImageUse, PrefillState
+from .state import ImageUse, KVProjection, PrefillState
 from .store import StoreReadError
 from .watch import ContextMismatch, Watch, probe_layer
 
@@ -52,13 +52,18 @@ class PrefillRequest:
         return sum(row.columns.size for row in self.prompt.rows) + len(self.prompt.ghosts) - skipped
 
 
-def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
+def run(
+    text_model: Any, request: PrefillRequest, target: Cache | None, project: KVProjection | None = None
+) -> torch.Tensor:
     """Computes a prefill and stores what it captured.
 
     Args:
         text_model (`PreTrainedModel`): the stock text model, whose layers are called one by one.
         request (`PrefillRequest`): what to compute.
         target (`Cache`, *optional*): the caller's cache; filled to the full length of the prompt.
+        project (`Callable`, *optional*):
+            Keys and values alone of some rows of a layer; without it rows are computed in full that no layer above
+            needs.
 
     Raises:
         `NotServable`: a forward hook changes the image features; nothing has been written to the caller's cache.
@@ -72,7 +77,7 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
     while True:
         try:
             with record.timed("prefill"):
-                hidden = _forward(text_model, request, target)
+                hidden = _forward(text_model, request, target, project)
             break
         except StoreReadError:
             for use in request.uses:
@@ -103,9 +108,11 @@ def run(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch
     return hidden
 
 
-def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> torch.Tensor:
+def _forward(
+    text_model: Any, request: PrefillRequest, target: Cache | None, project: KVProjection | None
+) -> torch.Tensor:
     prompt, uses, encoded = request.prompt, request.uses, request.encoded
-    plan = _plan(request)
+    plan = _plan(request, project)
     needed = sorted({index for _, index, _, _ in plan[0].visual})
     encoded.look_up(needed)
     if encoded.altered:
@@ -118,7 +125,7 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
     options = encoded.options
     backend = resolve(options.config.attention, device, dtype, request.shape.head_dim)
     watch = _watch(options, uses, request.shape.layers)
-    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend, watch)
+    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend, watch, project)
 
     features = [(index, a, b, encoded.rows(index, a, b)) for _, index, a, b in plan[0].visual]
     for (offset, _, a, b), (_, _, _, rows) in zip(plan[0].visual, features):
@@ -140,30 +147,35 @@ def _forward(text_model: Any, request: PrefillRequest, target: Cache | None) -> 
             position_embeddings=(one.expand(shape), zero.expand(shape)),
             vlcache_state=state,
         )
+        hidden = state.leave(layer, hidden)
         if layer < deepstack_levels:
-            _add_deepstack(hidden, state.plan[layer].visual, features, layer)
+            _add_deepstack(hidden, state.plan[layer + 1].visual, features, layer)
         if layer == watch.guard_layer:
             _judge(request, watch.deviations(), sum(done.num_rows for done in plan[: layer + 1]))
         if watch.selects(layer):
             _select(watch, uses, options)
-            state.replan(_plan(request))
+            hidden = state.replan(_plan(request, project), layer, hidden)
     kept = _kept_rows(prompt, state.plan[-1]).to(hidden.device)
     return text_model.norm(hidden[0, kept].view(len(prompt.rows), -1, hidden.shape[-1]))
 
 
-def _plan(request: PrefillRequest) -> tuple[LayerPlan, ...]:
+def _plan(request: PrefillRequest, project: KVProjection | None) -> tuple[LayerPlan, ...]:
     prompt = request.prompt
     spans = [ImageSpan(use.image.row, use.image.start, use.image.length, use.recompute) for use in request.uses]
-    return plan_prefill([row.columns.size for row in prompt.rows], spans, request.shape.layers, prompt.ghosts)
+    lengths = [row.columns.size for row in prompt.rows]
+    kept = [int(np.searchsorted(row.columns, prompt.first_kept)) for row in prompt.rows]
+    return plan_prefill(lengths, spans, request.shape.layers, prompt.ghosts, kept, kv_only=project is not None)
 
 
 def _watch(options: Options, uses: list[ImageUse], layers: int) -> Watch:
     """What is to be learned: nothing where no image of another context is reused."""
     if not any(use.kind == "reused" for use in uses):
         return Watch(None, None)
-    policy = options.policy
     guard_layer = probe_layer(layers) if options.config.guard != "off" else None
-    return Watch(guard_layer, policy if isinstance(policy, LargestDeviation) else None)
+    policy = options.policy
+    # what is chosen behind the last layer comes too late
+    selection = policy if isinstance(policy, LargestDeviation) and policy.layer < layers - 1 else None
+    return Watch(guard_layer, selection)
 
 
 def _judge(request: PrefillRequest, deviations: dict[int, float], rows: int) -> None:
@@ -214,7 +226,7 @@ def _flat_columns(prompt: Prompt, runs: Any) -> torch.Tensor:
 
 
 def _kept_rows(prompt: Prompt, plan: LayerPlan) -> torch.Tensor:
-    """Packed index, in the last layer, of every column whose output is asked for, row by row."""
+    """Packed index, among the outputs, of every column whose output is asked for, row by row."""
     table = np.full((len(prompt.rows), prompt.num_columns), -1)
     offset = 0
     for row, a, b in plan.runs:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .attention.segments import SegmentAttention
-from .plan import LayerPlan, Runs
+from .plan import LayerPlan, Runs, complement
 from .precision import KVShape, StorageError, dequantise
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .rope import rotate_into
 from .store import StoredEntry, StoreReadError
 from .watch import Watch
+
+# keys before RoPE and values, `(n, kv_heads, head_dim)`, of hidden states `(1, n, hidden)` at a layer
+KVProjection = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -98,6 +102,28 @@ class ImageUse:
         return parts[0], parts[1]
 
 
+class RowRope:
+    """cos and sin of packed rows, on the devices that ask for them.
+
+    Args:
+        cos (`torch.Tensor` of shape `(rows, head_dim)`), sin (`torch.Tensor`): RoPE of the rows.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos, self._sin = cos, sin
+        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def part(self, runs: Runs) -> RowRope:
+        """Those of some of the rows."""
+        return RowRope(*(torch.cat([rows[a:b] for a, b in runs]) for rows in (self._cos, self._sin)))
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin as `(rows, 1, head_dim)`."""
+        if device not in self._on:
+            self._on[device] = (self._cos[:, None].to(device), self._sin[:, None].to(device))
+        return self._on[device]
+
+
 class PrefillState:
     """Plan and tensors of one packed prefill. Opaque on purpose: hooks that walk mappings and sequences pass it by.
 
@@ -112,6 +138,8 @@ class PrefillState:
         flat (`torch.Tensor` of shape `(n,)`): flat columns `b * S + s` of the packed rows of layer 0.
         backend (`SegmentAttention`): the attention kernel.
         watch (`Watch`): what is learned about reuse on the way.
+        project (`Callable`, *optional*):
+            Keys and values of given hidden states at a layer; without it rows cannot get keys and values only.
     """
 
     def __init__(
@@ -124,6 +152,7 @@ class PrefillState:
         flat: torch.Tensor,
         backend: SegmentAttention,
         watch: Watch,
+        project: KVProjection | None = None,
     ) -> None:
         self.plan = plan
         self.prompt = prompt
@@ -134,39 +163,78 @@ class PrefillState:
         longest = max(row.columns.size for row in prompt.rows)
         self.pool_shape = (len(prompt.rows), (longest + page - 1) // page * page)
         self._cos, self._sin = cos.flatten(0, 1), sin.flatten(0, 1)
-        self._row_cos, self._row_sin = self._cos[flat], self._sin[flat]
-        self._on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.aside: torch.Tensor | None = None
+        self._project = project
+        self._keys_of = self._queries_of = RowRope(self._cos[flat], self._sin[flat])
         self._scratch: dict[int, dict[Any, Any]] = {}
 
-    def replan(self, plan: tuple[LayerPlan, ...]) -> None:
-        """Takes a plan that differs in the layers to come."""
+    def replan(self, plan: tuple[LayerPlan, ...], layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Takes a plan that differs in what comes behind a layer.
+
+        Args:
+            plan (`tuple[LayerPlan, ...]`): the plan.
+            layer (`int`): the layer that has just been computed, with all its rows.
+            hidden (`torch.Tensor` of shape `(1, rows, hidden)`): its output.
+
+        Returns:
+            `torch.Tensor` of shape `(1, rows of the next layer, hidden)`.
+        """
         self.plan = plan
         self._scratch.clear()  # it is found by the identity of parts of the old plan
+        return self._keep(hidden, plan[layer].through)
 
     def enter(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Drops the rows that the next layer does not compute.
+        """Sets the rows aside that get keys and values only, for `PrefillCache`.
 
         Args:
             layer (`int`): the layer that comes.
-            hidden (`torch.Tensor` of shape `(1, rows of the layer below, hidden)`): hidden states.
+            hidden (`torch.Tensor` of shape `(1, rows of the layer, hidden)`): hidden states.
 
         Returns:
-            `torch.Tensor` of shape `(1, rows of the layer, hidden)`.
+            `torch.Tensor` of shape `(1, rows that go on, hidden)`.
         """
-        narrow = self.plan[layer].narrow
-        if narrow is None:
+        self.aside = None
+        self._keys_of = self._queries_of
+        through = self.plan[layer].through
+        if self._project is None or through is None:
             return hidden
-        self._on.clear()
-        self._row_cos, self._row_sin = (
-            torch.cat([rows[a:b] for a, b in narrow]) for rows in (self._row_cos, self._row_sin)
-        )
-        return torch.cat([hidden[:, a:b] for a, b in narrow], dim=1)
+        self.aside = torch.cat([hidden[:, a:b] for a, b in complement(through, hidden.shape[1])], dim=1)
+        return self._keep(hidden, through)
 
-    def rows(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the packed rows of the current layer, `(rows, 1, head_dim)`."""
-        if device not in self._on:
-            self._on[device] = (self._row_cos[:, None].to(device), self._row_sin[:, None].to(device))
-        return self._on[device]
+    def leave(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Drops the rows that the next layer does not need, where they have been computed.
+
+        Args:
+            layer (`int`): the layer that has just been computed.
+            hidden (`torch.Tensor` of shape `(1, rows, hidden)`): its output.
+        """
+        return self._keep(hidden, self.plan[layer].through) if self._project is None else hidden
+
+    def _keep(self, hidden: torch.Tensor, through: Runs | None) -> torch.Tensor:
+        if through is None:
+            return hidden
+        self._queries_of = self._queries_of.part(through)
+        return torch.cat([hidden[:, a:b] for a, b in through], dim=1)
+
+    def with_aside(self, layer: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values of all rows of a layer, in packed order.
+
+        Args:
+            layer (`int`): the layer.
+            *rows (`torch.Tensor` of shape `(n, kv_heads, head_dim)`): keys, and values, of the rows that go on.
+        """
+        through = self.plan[layer].through
+        if self.aside is None or self._project is None or through is None:
+            return rows
+        projected = self._project(layer, self.aside.to(rows[0].device))
+        self.aside = None
+        count = rows[0].shape[0] + projected[0].shape[0]
+        rest = complement(through, count)
+        return tuple(_interleave(through, part, rest, more) for part, more in zip(rows, projected))
+
+    def key_rope(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the rows of the present layer, `(rows, 1, head_dim)`."""
+        return self._keys_of.on(device)
 
     def image_rope(
         self, image: PromptImage, start: int, stop: int, device: torch.device
@@ -191,7 +259,7 @@ class PrefillState:
         Returns:
             `torch.Tensor` of shape `(1, rows, heads, head_dim)`.
         """
-        cos, sin = self.rows(query.device)
+        cos, sin = self._queries_of.on(query.device)
         rotated = rotate_into(torch.empty_like(query), query, cos.transpose(0, 1), sin.transpose(0, 1))
         segments = self.plan[layer].segments
         scratch = self._scratch.setdefault(id(segments), {})
@@ -202,7 +270,7 @@ class PrefillState:
                 if use.kind == "reused":
                     self.put_stored(use, layer, 0, use.image.length, keys, values)
             stored = self.backend(rotated, keys, values, segments, scaling, {})
-            for offset, index, a, b in self.plan[layer].visual:
+            for offset, index, a, b in self.plan[layer if self._project is None else layer + 1].visual:
                 if self.uses[index].kind == "reused":
                     part = slice(offset, offset + b - a)
                     self.watch.add_attention(index, output[0, part], stored[0, part])
@@ -240,3 +308,14 @@ class PrefillState:
             else:
                 columns[index, torch.from_numpy(row.columns).to(pool.device)] = pool[index, :count]
         return columns
+
+
+def _interleave(first: Runs, first_rows: torch.Tensor, second: Runs, second_rows: torch.Tensor) -> torch.Tensor:
+    """Rows of two sets of places, in the order of the places."""
+    merged = first_rows.new_empty((first_rows.shape[0] + second_rows.shape[0], *first_rows.shape[1:]))
+    for runs, rows in ((first, first_rows), (second, second_rows)):
+        offset = 0
+        for a, b in runs:
+            merged[a:b] = rows[offset : offset + b - a]
+            offset += b - a
+    return merged

@@ -20,6 +20,7 @@ from ..prompt import NotServable
 from ..records import RequestRecord
 from ..runtime import VLCacheRuntime
 from . import kernels
+from .projection import kv_projection
 from .serving import encode, plan_request, wants_full_outputs
 
 REQUEST = "vlcache_request"
@@ -61,7 +62,7 @@ class VLCacheCoreMixin(_StockIdentity):
         use_cache = kwargs.get("use_cache")
         if cache is None and (text_model.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=text_model.config)
-        hidden = run(text_model, request, cache)
+        hidden = run(text_model, request, cache, kv_projection(text_model))
         # without `image_outputs`: the stock caller makes a tuple of all fields, which would bring every feature
         return self.vlcache_output_class(last_hidden_state=hidden, cache=cache)
 
