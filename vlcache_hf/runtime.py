@@ -40,6 +40,8 @@ class VLCacheRuntime:
         self._warned: set[str] = set()
         # per thread and task: threads that share a model must not read each other's record
         self._last: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("vlcache", default=None)
+        if config.remote:
+            self._store(config)  # redis-py takes half a second to import: not in the first request
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (VLCacheRuntime, (self.config,))
@@ -72,7 +74,8 @@ class VLCacheRuntime:
             store.flush()
 
     def clear(self) -> None:
-        """Deletes all entries in `config.cache_dir`, those of other models too."""
+        """Deletes all entries in `config.cache_dir`, those of other models too, and with `config.remote` all entries
+        on that server: every machine that shares it loses them. Keys of other programs stay."""
         self.store.clear()
 
     # --- used by the models

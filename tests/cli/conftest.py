@@ -12,9 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from servers import _shared_server, fake, server, start_server
 from vlcache_hf.cli import main
 from vlcache_hf.store import DiskStore
 from vlcache_hf.store.paths import entry_key
+
+__all__ = ["_shared_server", "fake", "server", "start_server"]
 
 DAY = 86400.0
 

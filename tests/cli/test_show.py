@@ -61,7 +61,7 @@ def test_ls(filled):
     )
     assert (filled.root / oldest_kv["path"]).stat().st_size == oldest_kv["bytes"]
     assert filled.json("ls", "--sort", "size", "--limit", "1")["entries"][0]["tokens"] == 300
-    assert filled.json("ls", "--limit", "0") == {"total": 5, "entries": []}
+    assert filled.json("ls", "--limit", "0") == {"total": 5, "entries": [], "remote": None}
 
 
 def test_ls_fits_a_terminal(filled):
@@ -75,9 +75,10 @@ def test_ls_fits_a_terminal(filled):
 
 def test_nothing_from_a_file_reaches_the_terminal_as_a_command(cache):
     cache.put("kv", 1, 1, model="\x1b[2Jevil", tokens="\x1b[2J")
+    cache.put("kv", 1, 2, tokens="9" * 5000)
     for command in ("ls", "info"):
         assert "\x1b" not in cache.run(command).stdout
-    assert cache.json("ls")["entries"][0]["tokens"] == 100
+    assert [row["tokens"] for row in cache.json("ls")["entries"]] == [100, 100]
 
 
 @pytest.mark.parametrize("command", ["info", "ls", "verify"])
@@ -100,7 +101,7 @@ def test_looking_changes_nothing(filled, command):
 def test_an_empty_cache_is_no_error(cache):
     assert cache.json("info")["entries"] == 0
     assert cache.json("info")["exists"] is False
-    assert cache.json("ls") == {"total": 0, "entries": []}
+    assert cache.json("ls") == {"total": 0, "entries": [], "remote": None}
     assert "does not exist yet" in cache.run("info").stdout
     assert cache.run("ls").stdout == "0 of 0 entries\n"
     assert not cache.root.exists()
@@ -122,7 +123,7 @@ def test_an_entry_that_goes_meanwhile(filled, monkeypatch):
     ("given", "message"),
     [
         ("", "--cache-dir is empty"),
-        ("redis://user:secret@host", "Set VLCACHE_REMOTE for a server"),
+        ("redis://user:secret@host", "Give a server as --remote, or set VLCACHE_REMOTE"),
         (__file__, "is not a directory. Give the cache directory with --cache-dir."),
         (__file__ + "/below", "is not a directory"),
     ],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from vlcache_hf.cli.units import Age, Size, printable, size_text, time_json
+from vlcache_hf.cli.units import Age, Size, duration_text, printable, size_text, time_json
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_ages(text, seconds):
 def test_what_is_no_age(text):
     with pytest.raises(click.BadParameter, match="is no age"):
         Age().convert(text, None, None)
+
+
+def test_durations():
+    texts = [duration_text(s) for s in (0, 59, 60, 3599, 3600, 86399, 86400, 7 * 86400, 999 * 86400 + 86399, 2**62)]
+    assert texts == ["0s", "59s", "1m", "59m", "1h 0m", "23h 59m", "1d 0h", "7d 0h", "999d 23h", "> 999d"]
+    assert max(map(len, texts)) == 8
 
 
 def test_texts():

@@ -139,6 +139,18 @@ def test_bad_usage(checkpoint, images, tmp_path, monkeypatch, change, message):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_server_that_cannot_be_used_is_told_before_the_model_is_loaded(images, monkeypatch):
+    for name in [name for name in sys.modules if name == "redis" or name.startswith("redis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setenv("VLCACHE_REMOTE", "redis://:hush@h")
+    result = CliRunner().invoke(main, ["warm", "--model", "/no/such/model", "--images", str(images)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "pip install 'vlcache-hf[remote]'" in result.stderr and "hush" not in result.stderr
+    result = CliRunner().invoke(main, ["info"])
+    assert result.exit_code == 2 and "pip install 'vlcache-hf[remote]'" in result.stderr
+
+
 def test_a_model_without_a_cache(tmp_path, images):
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 

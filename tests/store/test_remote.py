@@ -14,11 +14,13 @@ import time
 import pytest
 import torch
 
+from servers import answering
 from vlcache_hf import VLCacheConfig
 from vlcache_hf.runtime import open_store
 from vlcache_hf.store import RemoteStore, StoreReadError, Tiered
-from vlcache_hf.store.entry import DTYPES
-from vlcache_hf.store.remote_keys import hash_key, names_key, parse_key
+from vlcache_hf.store.entry import DTYPES, BadEntryError
+from vlcache_hf.store.remote_entry import Description, decode_description, pack, sealed
+from vlcache_hf.store.remote_keys import PREFIX, hash_key, names_key, parse_key
 from vlcache_hf.store.wire import redacted
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -193,7 +195,7 @@ def test_clear_spares_what_is_not_ours(store, server):
 
 def test_keys():
     assert parse_key(hash_key("kv", G, A).encode()) == ("kv", G, A)
-    for key in (names_key("kv", G), "vlcache:1:", "vlcache:1:kv:{x}:y", f"vlcache:1:kv:{{{G}}}:new-{A}"):
+    for key in (names_key("kv", G), PREFIX, f"{PREFIX}kv:{{x}}:y", f"{PREFIX}kv:{{{G}}}:new-{A}"):
         assert parse_key(key.encode()) is None
 
 
@@ -207,20 +209,31 @@ def tampered(server, change):
 
 
 def _meta(**changes):
-    def change(client, key):
-        meta = json.loads(client.hget(key, "meta"))
+    def edit(text):
+        meta = json.loads(text)
         for name, item in changes.items():
-            if name in meta:
+            if name in meta or name == "more":
                 meta[name] = item
             else:
                 meta["tensors"]["k"][name] = item
-        client.hset(key, "meta", json.dumps(meta))
+        return json.dumps(meta, separators=(",", ":")).encode()
+
+    return _text(edit)
+
+
+def _text(edit):
+    """A description that someone has edited, with the checksum that it then must have."""
+
+    def change(client, key):
+        client.hset(key, "meta", sealed(edit(client.hget(key, "meta")[16:])))
 
     return change
 
 
 BAD_META = {
-    "format": _meta(format="0"),
+    "format": _meta(format="1"),
+    "kind": _meta(kind="vit"),
+    "name": _meta(name=B),
     "group": _meta(group=B),
     "fields": _meta(fields={"x": 1}),
     "no tensors": _meta(tensors=[]),
@@ -229,15 +242,34 @@ BAD_META = {
     "dtype list": _meta(dtype=["F32"]),
     "negative": _meta(shape=[-5, -2]),
     "huge": _meta(shape=[1 << 29, 1 << 29, 1 << 29]),
+    "huge and empty": _meta(shape=[0] + [1 << 29] * 7, nbytes=0, sums=""),
     "bool": _meta(shape=[True, 10]),
     "float": _meta(shape=[5.0, 2]),
+    "float that is equal": _meta(nbytes=40.0),
+    "no shape": _meta(shape=None),
+    "shape": _meta(shape={"5": 2}),
     "deep": _meta(shape=[1] * 100),
     "size": _meta(nbytes=39),
+    "size type": _meta(nbytes="40"),
+    "not a number": _meta(nbytes=float("nan")),
+    "infinite": _meta(shape=[float("inf"), 2]),
     "sums": _meta(sums="0"),
     "sums type": _meta(sums=7),
-    "not json": lambda client, key: client.hset(key, "meta", b"\xff{"),
-    "nested": lambda client, key: client.hset(key, "meta", b"[" * 100_000),
-    "number": lambda client, key: client.hset(key, "meta", b"1" * 100_000),
+    "more": _meta(more=1),
+    "many": _meta(tensors={str(number): None for number in range(5000)}),
+    "spaces": _text(lambda text: text.replace(b",", b", ")),
+    "twice": _text(lambda text: text.replace(b'"tensors":{', b'"tensors":{"k":{},')),
+    "field twice": _text(lambda text: text.replace(b'"fields":{', b'"fields":{"x":"z",')),
+    "array": _text(lambda text: b"[]"),
+    "null": _text(lambda text: b"null"),
+    "NaN": _text(lambda text: b"NaN"),
+    "empty": _text(lambda text: b""),
+    "not json": _text(lambda text: b"\xff{"),
+    "nested": _text(lambda text: b"[" * 100_000),
+    "nested objects": _text(lambda text: b'{"a":' * 100_000),
+    "number": _text(lambda text: b"1" * 100_000),
+    "no checksum": lambda client, key: client.hset(key, "meta", client.hget(key, "meta")[16:]),
+    "nothing": lambda client, key: client.hset(key, "meta", b""),
     "long": lambda client, key: client.hset(key, "meta", b" " * (5 << 20)),
     "pickle": lambda client, key: client.hset(key, "meta", pickle.dumps(Boom())),
 }
@@ -259,6 +291,31 @@ def test_a_bad_description_is_a_miss_and_goes(store, server, change, caplog):
     assert put(store) > 0
     tampered(server, change)
     assert put(store) > 0 and value(store) == 1.0 and store.state == "closed"
+
+
+def test_every_byte_of_a_description_counts():
+    meta = bytearray(Description("kv", G, A, {"x": "y"}, {"k": pack(torch.ones(5, 2))[1]}).encode())
+    assert decode_description(bytes(meta), "kv", G, A).tensors["k"].shape == (5, 2)
+    for at in range(len(meta)):
+        for bit in (1, 32, 128):  # a neighbour, the other case, no ASCII
+            meta[at] ^= bit
+            with pytest.raises(BadEntryError, match="checksum does not fit"):
+                decode_description(bytes(meta), "kv", G, A)
+            meta[at] ^= bit
+    for cut in range(len(meta)):
+        with pytest.raises(BadEntryError):
+            decode_description(bytes(meta[:cut]), "kv", G, A)
+
+
+def test_a_flipped_byte_in_a_description_is_a_miss(store, server):
+    put(store)
+    key = hash_key("kv", G, A)
+    with server.client() as client:
+        meta = client.hget(key, "meta")
+        flipped = meta.replace(b'"F32"', b'"I32"', 1)  # would be read without a complaint, as other values
+        assert flipped != meta
+        client.hset(key, "meta", flipped)
+    assert value(store) is None and store.faults == 1
 
 
 BAD_VALUES = {
@@ -364,43 +421,6 @@ def test_unix_socket(start_server, tmp_path):
     assert value(gone) is None and gone.faults == 1
 
 
-class Fake:
-    """A server that does with each connection what a function does.
-
-    Args:
-        behave (`Callable[[socket.socket], None]`): runs in a thread per connection.
-    """
-
-    def __init__(self, behave):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.connections = []
-        self.done = threading.Event()
-        self.behave = behave
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        while True:
-            try:
-                connection = self.socket.accept()[0]
-            except OSError:
-                return
-            self.connections.append(connection)
-            threading.Thread(target=self._run, args=(connection,), daemon=True).start()
-
-    def _run(self, connection):
-        try:
-            self.behave(self, connection)
-        except OSError:
-            pass
-
-    def close(self):
-        self.done.set()
-        self.socket.close()
-        for connection in self.connections:
-            connection.close()
-
-
 def silent(fake, connection):
     fake.done.wait()
 
@@ -414,27 +434,6 @@ def flooding(fake, connection):
     connection.sendall(b"$100000000000\r\n")
     while True:
         connection.sendall(b"x" * 65536)
-
-
-def answering(reply):
-    def behave(fake, connection):
-        while connection.recv(65536):
-            connection.sendall(reply)
-
-    return behave
-
-
-@pytest.fixture
-def fake():
-    fakes = []
-
-    def make(behave):
-        fakes.append(Fake(behave))
-        return fakes[-1]
-
-    yield make
-    for item in fakes:
-        item.close()
 
 
 @pytest.mark.parametrize("behave", [silent, trickling, flooding])
@@ -674,6 +673,14 @@ def test_without_redis_py_the_extra_is_named(monkeypatch):
         RemoteStore("redis://h")
 
 
-def test_importing_the_library_does_not_import_redis():
-    code = "import sys, vlcache_hf.store, vlcache_hf.runtime; assert 'redis' not in sys.modules"
+def test_redis_py_is_imported_when_a_model_with_a_server_is_made(tmp_path):
+    code = f"""
+import sys, vlcache_hf.runtime
+from vlcache_hf import VLCacheConfig
+vlcache_hf.runtime.VLCacheRuntime(VLCacheConfig(cache_dir={str(tmp_path / "c")!r})).store
+assert "redis" not in sys.modules
+vlcache_hf.runtime.VLCacheRuntime(VLCacheConfig(cache_dir={str(tmp_path / "c")!r}, remote="redis://127.0.0.1:1"))
+assert "redis.connection" in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert not (tmp_path / "c").exists()

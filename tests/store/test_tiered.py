@@ -18,6 +18,7 @@ from vlcache_hf.store import (
     Tiered,
     WriteBehind,
 )
+from vlcache_hf.store.remote_keys import PREFIX
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -204,7 +205,7 @@ def test_entries_spoiled_on_the_server_are_computed_anew(tmp_path, server, field
     expected = tiny.generate(tiny.stock("qwen3_vl"), INPUTS)
     tiny.generate(model(tmp_path / "one", server), INPUTS)
     with server.client() as client:
-        for key in client.keys("vlcache:1:*}:" + "[0-9a-f]" * 64):
+        for key in client.keys(PREFIX + "*}:" + "[0-9a-f]" * 64):
             for name in client.hkeys(key):
                 if field == "meta" or name != b"meta":
                     client.hset(key, name, b"\0" + client.hget(key, name)[1:])

@@ -44,9 +44,7 @@ def _directory(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise Misuse("--cache-dir is empty. Give a directory, or leave the option out.")
     if "://" in given:
         # not quoted: it may hold a password
-        raise Misuse(
-            "--cache-dir is a URL, but this command looks after directories. Set VLCACHE_REMOTE for a server."
-        )
+        raise Misuse("--cache-dir is a URL, but means a directory. Give a server as --remote, or set VLCACHE_REMOTE.")
     path = DiskStore(given, None).cache_dir  # expands it as the library does, and touches nothing
     try:
         os.listdir(path)

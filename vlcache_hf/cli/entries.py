@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,21 @@ def _details(root: Path, entry: Found) -> Details | None:
         return None
     except Exception as error:  # of whatever kind: people are to see it in its place
         return Details(problem=f"{type(error).__name__}: {error}")
-    fields, names = opened.fields, opened.keys()
-    shape = opened.shape(names[0]) if names else ()
+    names = opened.keys()
+    return details(opened.fields, opened.shape(names[0]) if names else ())
+
+
+def details(fields: Mapping[str, str], shape: tuple[int, ...]) -> Details:
+    """What an entry says of itself.
+
+    Args:
+        fields (`Mapping[str, str]`): what was stored beside its tensors.
+        shape (`tuple[int, ...]`): that of its first tensor.
+    """
     count = fields.get("tokens", "")
     # entries of the first version of the library have a grid only
-    tokens = int(count) if count.isascii() and count.isdigit() else shape[0] if shape else None
-    model = fields.get("model") or UNKNOWN
-    return Details(model, tokens, fields.get("grid", ""), fields.get("stored_by", ""))
+    tokens = int(count) if re.fullmatch("[0-9]{1,12}", count) else shape[0] if shape else None
+    return Details(fields.get("model") or UNKNOWN, tokens, fields.get("grid", ""), fields.get("stored_by", ""))
 
 
 def check(root: Path, entry: Found, progress: Callable[[int], Any]) -> None:

@@ -1,4 +1,4 @@
-"""`vlcache verify`, `vlcache prune` and `vlcache clear`: keeping a cache sound and small."""
+"""`vlcache prune` and `vlcache clear`: keeping a cache small."""
 
 from __future__ import annotations
 
@@ -9,112 +9,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import Misuse, bar, common_options, note, plural, print_json
-from .entries import Found, check, orphans, scan
-from .show import KINDS
+from .common import Misuse, common_options, note, plural, print_json
+from .entries import Found, orphans, scan
+from .remove import remove, report_left
+from .server import Seen, exit_if, look, server_option
+from .tables import KINDS, AnyEntry
 from .units import Age, Size, printable, size_text, time_json, time_text
 
-
-def remove(root: Path, entries: Sequence[Found], unused_only: bool = False) -> tuple[set[Found], list[Found]]:
-    """Removes entries from disk and index, as the library would.
-
-    Args:
-        root (`Path`): the cache directory.
-        entries (`Sequence[Found]`): what to remove.
-        unused_only (`bool`): leave those alone that were used since they were found.
-
-    Returns:
-        `tuple[set[Found], list[Found]]`: those that are gone, and those that could not be removed.
-    """
-    from ..store import DiskStore
-
-    store = DiskStore(root, None)
-    gone: set[Found] = set()
-    left: list[Found] = []
-    for entry in bar(entries, desc="removing", unit="entry"):
-        path = root / entry.key
-        with contextlib.suppress(OSError):
-            if unused_only and os.lstat(path).st_mtime != entry.used:
-                continue
-        store.discard(entry.kind, entry.group, entry.name)
-        if os.path.lexists(path):
-            left.append(entry)
-        else:
-            gone.add(entry)
-    store.close()
-    return gone, left
-
-
-def _report_left(left: Sequence[Found], root: Path) -> None:
-    if left:
-        note(
-            f"Error: {plural(len(left), 'entry')} could not be removed, for instance {str(root / left[0].key)!r}. "
-            "Run as the owner of the directory, where it can be written."
-        )
-
-
-@click.command()
-@common_options
-@click.option("--delete", is_flag=True, help="Delete what is bad. Without it, it is only reported.")
-def verify(cache_dir: Path, as_json: bool, delete: bool) -> None:
-    """Check the header of every entry, and every block against its checksum.
-
-    Exit status 1 when something is bad, also when it was deleted. What cannot be read now (permissions, I/O errors) is
-    reported too, and never deleted.
-
-    Example: vlcache verify --delete
-    """
-    from ..store.entry import BadEntryError
-
-    entries = sorted(scan(cache_dir), key=lambda entry: entry.key)
-    bad: list[tuple[Found, str]] = []
-    unreadable: list[tuple[Found, str]] = []
-    good = 0
-    total = sum(entry.nbytes for entry in entries)
-    with bar(total=total, desc="verifying", unit="B", unit_scale=True, unit_divisor=1024) as progress:
-        done = 0
-        for entry in entries:
-            try:
-                check(cache_dir, entry, progress.update)
-                good += 1
-            except FileNotFoundError:
-                pass  # evicted meanwhile
-            except BadEntryError as error:
-                bad.append((entry, str(error)))
-            except (OSError, RuntimeError) as error:
-                unreadable.append((entry, str(error)))
-            done += entry.nbytes
-            progress.update(done - progress.n)  # headers, and what stands behind the first bad block
-            progress.set_postfix(bad=len(bad), refresh=False)
-    deleted, left = remove(cache_dir, [entry for entry, _ in bad] if delete else [])
-    if as_json:
-        print_json(
-            {
-                "cache_dir": str(cache_dir),
-                "checked": good + len(bad),
-                "checked_bytes": total,
-                "good": good,
-                "bad": [{"path": entry.key, "problem": problem} for entry, problem in bad],
-                "unreadable": [{"path": entry.key, "problem": problem} for entry, problem in unreadable],
-                "deleted": len(deleted),
-            }
-        )
-    else:
-        for label, problems in (("bad", bad), ("unreadable", unreadable)):
-            for entry, problem in problems:
-                click.echo(f"{label}: {entry.key}: {printable(problem)}")
-        click.echo(f"{plural(good, 'good entry')}, {len(bad)} bad, {size_text(total)}")
-        if bad and not delete:
-            click.echo("The library deletes bad entries when it meets them; `vlcache verify --delete` does so now.")
-        elif delete:
-            click.echo(f"{len(deleted)} deleted")
-    _report_left(left, cache_dir)
-    if bad or unreadable:
-        sys.exit(1)
+if TYPE_CHECKING:
+    from ..store.remote_admin import RemoteAdmin
 
 
 @click.command()
@@ -131,7 +38,9 @@ def prune(
     with_orphans: bool,
     dry_run: bool,
 ) -> None:
-    """Make a cache smaller, once; for a lasting cap set $VLCACHE_MAX_DISK_BYTES where the models run.
+    """Make a cache directory smaller, once; for a lasting cap set $VLCACHE_MAX_DISK_BYTES where the models run.
+
+    A server is not pruned: its entries expire, and its own `maxmemory` settings say how many it keeps.
 
     Example: vlcache prune --older-than 30d --max-bytes 10GiB --dry-run
     """
@@ -181,7 +90,7 @@ def prune(
             f"{verb} {plural(len(gone), 'entry')} and {plural(len(swept), 'orphan')}, {size_text(freed)}; "
             f"{plural(len(entries) - len(gone), 'entry')} left"
         )
-    _report_left(left, cache_dir)
+    report_left(left, cache_dir)
     if left:
         sys.exit(1)
 
@@ -200,10 +109,17 @@ def _remove_file(path: Path) -> None:
 
 @click.command()
 @common_options
+@server_option
 @click.option("--kind", type=click.Choice(KINDS), help="Only keys and values, or only what the vision tower made.")
+@click.option("--server", "with_server", is_flag=True, help="Remove those of the server too: all machines lose them.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(cache_dir: Path, as_json: bool, kind: str | None, yes: bool) -> None:
-    """Remove all entries, of all models and namespaces. Other files in the directory stay.
+def clear(
+    cache_dir: Path, as_json: bool, server: RemoteAdmin | None, kind: str | None, with_server: bool, yes: bool
+) -> None:
+    """Remove all entries of the directory, of all models and namespaces. Other files in it stay.
+
+    The server, which many machines may share, is left alone without --server. With it, all entries there go too,
+    whichever machine has stored them; other keys on the server stay.
 
     Example: vlcache clear --kind vit --yes
     """
@@ -211,15 +127,21 @@ def clear(cache_dir: Path, as_json: bool, kind: str | None, yes: bool) -> None:
 
     if as_json and not yes:
         raise Misuse("--json never asks. Give --yes with it to remove the entries.")
+    if with_server and server is None:
+        raise Misuse("--server, but no server is known. Give --remote, or set VLCACHE_REMOTE.")
     entries = [entry for entry in scan(cache_dir) if kind in (None, entry.kind)]
-    what = f"{plural(len(entries), f'{kind} entry' if kind else 'entry')}, {size_text(sum(e.nbytes for e in entries))}"
-    if entries and not yes:
-        click.confirm(f"Remove {what}, from {str(cache_dir)!r}?", abort=True, err=True)
+    seen = look(server) if server is not None and with_server and not yes else None
+    if not yes:
+        _ask(cache_dir, entries, seen, kind)
     if kind is None:
         store = DiskStore(cache_dir, None)
         store.clear()  # with the marks of contexts that were met
         store.close()
     gone, left = remove(cache_dir, entries)
+    if not as_json:
+        click.echo(f"removed {plural(len(gone), 'entry')}, {size_text(sum(entry.nbytes for entry in gone))}")
+    report_left(left, cache_dir)
+    remote, problem = _clear_server(server, kind) if server is not None and with_server else (None, None)
     if as_json:
         print_json(
             {
@@ -227,10 +149,41 @@ def clear(cache_dir: Path, as_json: bool, kind: str | None, yes: bool) -> None:
                 "removed_entries": len(gone),
                 "removed_bytes": sum(entry.nbytes for entry in gone),
                 "left_entries": len(left),
+                "remote": remote,
             }
         )
-    else:
-        click.echo(f"removed {plural(len(gone), 'entry')}, {size_text(sum(entry.nbytes for entry in gone))}")
-    _report_left(left, cache_dir)
+    elif remote is not None and problem is None:
+        click.echo(f"removed {plural(remote['removed_entries'], 'entry')} from {remote['address']}")
+    elif server is not None and not with_server:
+        note(f"The server {server.address} still serves its entries; --server removes them, for all machines.")
+    exit_if(problem)
     if left:
         sys.exit(1)
+
+
+def _ask(cache_dir: Path, entries: Sequence[Found], seen: Seen | None, kind: str | None) -> None:
+    places = []
+    if entries:
+        places.append(f"{_amount(entries, kind)}, from {str(cache_dir)!r}")
+    if seen is not None:
+        # asked even when the server did not say what it has: it may answer the next time
+        amount = "all entries" if seen.problem is not None else _amount(seen.listed, kind)
+        places.append(f"{amount}, from the server {seen.address} and so for all machines")
+    if places:
+        click.confirm(f"Remove {' and '.join(places)}?", abort=True, err=True)
+
+
+def _amount(entries: Sequence[AnyEntry], kind: str | None) -> str:
+    chosen = [entry for entry in entries if kind in (None, entry.kind)]
+    return f"{plural(len(chosen), f'{kind} entry' if kind else 'entry')}, {size_text(sum(e.nbytes for e in chosen))}"
+
+
+def _clear_server(server: RemoteAdmin, kind: str | None) -> tuple[dict[str, Any], str | None]:
+    from ..store.remote_admin import RemoteError
+
+    removed, problem = 0, None
+    try:
+        removed = server.clear(kind)
+    except RemoteError as error:
+        problem = str(error)
+    return {"address": server.address, "removed_entries": removed, "problem": problem}, problem

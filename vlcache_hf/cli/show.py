@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .common import bar, common_options, plural, print_json, settings
-from .entries import Details, Found, describe, orphans, scan, temporary_files
-from .units import printable, size_text, time_json, time_text
+from .entries import describe, orphans, scan, temporary_files
+from .server import Seen, exit_if, look, server_option
+from .tables import by_model, print_line, print_lines, print_models, print_rows, row_json, tally
+from .units import duration_text, size_text
 
-KINDS = ("kv", "vit")
-# digits of the digests in a table: enough to tell entries apart, --json has them in full
-_DIGITS = 8
-_MODEL_WIDTH = 40
-
-
-def tally(entries: Sequence[Found]) -> dict[str, Any]:
-    """Counts entries by kind; the entries of an image under a model share their group."""
-    kinds = {}
-    for kind in KINDS:
-        chosen = [entry for entry in entries if entry.kind == kind]
-        kinds[kind] = {
-            "entries": len(chosen),
-            "images": len({entry.group for entry in chosen}),
-            "bytes": sum(entry.nbytes for entry in chosen),
-        }
-    used = [entry.used for entry in entries]
-    return {
-        "entries": len(entries),
-        "bytes": sum(entry.nbytes for entry in entries),
-        "oldest_use": time_json(min(used, default=None)),
-        "newest_use": time_json(max(used, default=None)),
-        "kinds": kinds,
-    }
+if TYPE_CHECKING:
+    from ..store.remote_admin import RemoteAdmin
 
 
 @click.command()
 @common_options
-def info(cache_dir: Path, as_json: bool) -> None:
-    """Where the cache is, how much it holds, and of which models.
+@server_option
+def info(cache_dir: Path, as_json: bool, server: RemoteAdmin | None) -> None:
+    """Where the cache is, how much it holds, and of which models: the directory, then the server.
+
+    Exit status 1 when the server does not answer.
 
     Example: vlcache info --json
     """
@@ -50,12 +31,7 @@ def info(cache_dir: Path, as_json: bool) -> None:
 
     described = describe(cache_dir, bar(scan(cache_dir), desc="reading headers", unit="entry"))
     entries = [entry for entry, _ in described]
-    by_model: dict[str, list[Found]] = defaultdict(list)
-    for entry, header in described:
-        if header.problem is None:
-            by_model[header.model].append(entry)
-    models = [{"model": model, **tally(of_model)} for model, of_model in by_model.items()]
-    models.sort(key=lambda model: -model["bytes"])
+    models = by_model(described)
     temporary, left_behind = temporary_files(cache_dir), orphans(cache_dir)
     document = {
         "cache_dir": str(cache_dir),
@@ -70,58 +46,71 @@ def info(cache_dir: Path, as_json: bool) -> None:
             "orphans": len(left_behind),
             "orphan_bytes": sum(nbytes for _, nbytes, _ in left_behind),
         },
-        "models": models,
+        "models": [{"model": model, **tally(of_model)} for model, of_model in models.items()],
     }
+    if not as_json:
+        _print_folder(document)
+        print_lines(document, entries)
+        _print_trouble(document)
+        print_models(models)
+    seen = None if server is None else look(server)
     if as_json:
-        print_json(document)
-    else:
-        _print_info(document, entries)
-        _print_models(by_model)
+        print_json({**document, "remote": None if seen is None else _server_json(seen)})
+    elif seen is not None and seen.problem is None:
+        _print_server(seen)
+    exit_if(seen.problem if seen is not None else None)
 
 
-def _print_info(document: dict[str, Any], entries: Sequence[Found]) -> None:
+def _server_json(seen: Seen) -> dict[str, Any]:
+    if seen.problem is not None:
+        return {"address": seen.address, "problem": seen.problem}
+    left = [entry.ttl_s for entry in seen.listed if entry.ttl_s is not None]
+    return {
+        "address": seen.address,
+        **tally(seen.listed),
+        "next_expiry_s": min(left, default=None),
+        "last_expiry_s": max(left, default=None),
+        "unreadable_entries": sum(header.problem is not None for _, header in seen.entries),
+        "models": [{"model": model, **tally(entries)} for model, entries in by_model(seen.entries).items()],
+        "problem": None,
+    }
+
+
+def _print_folder(document: dict[str, Any]) -> None:
     cap = document["max_disk_bytes"]
-    kinds = ", ".join(
-        f"{plural(kind['entries'], f'{name} entry')} of {plural(kind['images'], 'image')} ({size_text(kind['bytes'])})"
-        for name, kind in document["kinds"].items()
-    )
-    temporary = document["temporary"]
-    lines = [
-        ("cache", document["cache_dir"] + ("" if document["exists"] else " (does not exist yet)")),
-        ("used", size_text(document["bytes"]) + (", no cap" if cap is None else f" of {size_text(cap)}")),
-        ("disk", f"{size_text(document['free_bytes'])} free"),
-        ("entries", kinds),
-    ]
-    if entries:
-        used = sorted(entry.used for entry in entries)
-        lines.append(("last use", f"{time_text(used[0])} (oldest) to {time_text(used[-1])} (newest)"))
+    print_line("cache", document["cache_dir"] + ("" if document["exists"] else " (does not exist yet)"))
+    print_line("used", size_text(document["bytes"]) + (", no cap" if cap is None else f" of {size_text(cap)}"))
+    print_line("disk", f"{size_text(document['free_bytes'])} free")
+
+
+def _print_trouble(document: dict[str, Any]) -> None:
+    temporary = document.get("temporary", {"files": 0})
     if temporary["files"]:
         text = f"{plural(temporary['files'], 'file')}, {size_text(temporary['bytes'])}"
         if temporary["orphans"]:
             text += f"; {temporary['orphans']} left behind by killed writers: vlcache prune --orphans"
-        lines.append(("temporary", text))
+        print_line("temporary", text)
     if document["unreadable_entries"]:
-        lines.append(("unreadable", f"{plural(document['unreadable_entries'], 'entry')}: vlcache verify"))
-    for label, text in lines:
-        click.echo(f"{label:<12}{text}")
+        print_line("unreadable", f"{plural(document['unreadable_entries'], 'entry')}: vlcache verify")
 
 
-def _print_models(by_model: dict[str, list[Found]]) -> None:
-    if not by_model:
-        return
-    click.echo(f"\n{'MODEL':<{_MODEL_WIDTH}} {'KV':>7} {'IMAGES':>7} {'VIT':>7} {'BYTES':>10}  LAST USE")
-    for model, entries in sorted(by_model.items(), key=lambda item: -sum(entry.nbytes for entry in item[1])):
-        count = tally(entries)
-        kv, vit = count["kinds"]["kv"], count["kinds"]["vit"]
-        click.echo(
-            f"{printable(model, _MODEL_WIDTH):<{_MODEL_WIDTH}} {kv['entries']:>7} {kv['images']:>7} "
-            f"{vit['entries']:>7} {size_text(count['bytes']):>10}  {time_text(max(entry.used for entry in entries))}"
-        )
+def _print_server(seen: Seen) -> None:
+    document = _server_json(seen)
+    click.echo()
+    print_line("server", seen.address)
+    print_line("used", size_text(document["bytes"]))
+    print_lines(document, seen.listed)
+    if document["next_expiry_s"] is not None:
+        first, last = duration_text(document["next_expiry_s"]), duration_text(document["last_expiry_s"])
+        print_line("expire", f"in {first} (first) to {last} (last), unless they are used before")
+    _print_trouble(document)
+    print_models(by_model(seen.entries))
 
 
 @click.command()
 @common_options
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Show N entries at most.")
+@server_option
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Show N entries at most, of each place.")
 @click.option(
     "--sort",
     type=click.Choice(["used", "size"]),
@@ -129,46 +118,45 @@ def _print_models(by_model: dict[str, list[Found]]) -> None:
     show_default=True,
     help="Most recently used first, or largest first.",
 )
-def ls(cache_dir: Path, as_json: bool, limit: int | None, sort: str) -> None:
-    """One row for each entry.
+def ls(cache_dir: Path, as_json: bool, server: RemoteAdmin | None, limit: int | None, sort: str) -> None:
+    """One row for each entry: of the directory, then of the server, where entries expire.
 
-    `kv` entries hold keys and values of an image in one context, `vit` entries what the vision tower made of it.
+    `kv` entries hold keys and values of an image in one context, `vit` entries what the vision tower made of it. Exit
+    status 1 when the server does not answer.
 
     Example: vlcache ls --sort size --limit 10
     """
     entries = scan(cache_dir)
     entries.sort(key=lambda entry: (-(entry.used if sort == "used" else entry.nbytes), entry.key))
-    shown = entries[:limit]
-    rows = describe(cache_dir, bar(shown, desc="reading headers", unit="entry"))
+    rows = describe(cache_dir, bar(entries[:limit], desc="reading headers", unit="entry"))
+    if not as_json:
+        print_rows(rows, len(entries))
+    seen = None if server is None else look(server)
+    if seen is not None:
+        seen.entries.sort(
+            key=lambda row: (-((row[0].used or 0.0) if sort == "used" else row[0].nbytes), row[0].key),
+        )
     if as_json:
-        print_json({"total": len(entries), "entries": [_row_json(entry, header) for entry, header in rows]})
-        return
-    if rows:
-        click.echo(
-            f"KIND {'GROUP/NAME':<{2 * _DIGITS + 1}} {'TOKENS':>7} {'BYTES':>10}  {'LAST USE':<16} MODEL",
+        print_json(
+            {
+                "total": len(entries),
+                "entries": [{**row_json(*row), "path": row[0].key} for row in rows],
+                "remote": None if seen is None else _server_rows_json(seen, limit),
+            }
         )
-    for entry, header in rows:
-        what = printable(header.model, _MODEL_WIDTH) if header.problem is None else "unreadable: vlcache verify"
-        click.echo(
-            f"{entry.kind:<4} {entry.group[:_DIGITS]}/{entry.name[:_DIGITS]} "
-            f"{'-' if header.tokens is None else header.tokens:>7} {size_text(entry.nbytes):>10}  "
-            f"{time_text(entry.used)} {what}"
-        )
-    if len(rows) < len(entries) or not rows:
-        click.echo(f"{len(rows)} of {plural(len(entries), 'entry')}")
+    elif seen is not None and seen.problem is None:
+        click.echo(f"\n{seen.address}")
+        shown = seen.entries[:limit]
+        expiries = ["never" if entry.ttl_s is None else duration_text(entry.ttl_s) for entry, _ in shown]
+        print_rows(shown, len(seen.entries), expiries)
+    exit_if(seen.problem if seen is not None else None)
 
 
-def _row_json(entry: Found, header: Details) -> dict[str, Any]:
-    return {
-        "kind": entry.kind,
-        "group": entry.group,
-        "name": entry.name,
-        "path": entry.key,
-        "bytes": entry.nbytes,
-        "last_use": time_json(entry.used),
-        "model": header.model,
-        "tokens": header.tokens,
-        "grid": header.grid,
-        "stored_by": header.stored_by,
-        "problem": header.problem,
-    }
+def _server_rows_json(seen: Seen, limit: int | None) -> dict[str, Any]:
+    if seen.problem is not None:
+        return {"address": seen.address, "problem": seen.problem}
+    rows = [
+        {**row_json(entry, header), "key": entry.key, "expires_in_s": entry.ttl_s}
+        for entry, header in seen.entries[:limit]
+    ]
+    return {"address": seen.address, "total": len(seen.entries), "entries": rows, "problem": None}

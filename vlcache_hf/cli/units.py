@@ -57,6 +57,18 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 
+def duration_text(seconds: int) -> str:
+    """A time left for people, at most 8 characters wide: `6d 23h`, `59m`."""
+    if seconds >= 1000 * 86400:
+        return "> 999d"
+    minutes, hours, days = seconds // 60 % 60, seconds // 3600 % 24, seconds // 86400
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m" if minutes else f"{seconds}s"
+
+
 def time_text(seconds: float | None) -> str:
     """A time since the epoch for people, in their time zone."""
     return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from .common import Misuse, bar, common_options, note, plural, print_json, settings
+from .server import remote_url
 from .units import Size, printable, size_text
 
 if TYPE_CHECKING:
@@ -164,10 +164,6 @@ def _load(model_id: str, dtype: str, device: str, config: Any) -> tuple[Any, Any
             f"--model {model_id!r} is a {type(model).__name__}, which has no image cache. "
             "Give a Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE model."
         )
-    try:
-        _ = model.vlcache.store
-    except (ImportError, ValueError) as error:  # of a server in the environment
-        raise Misuse(str(error)) from None
     # generation continues at the end of a row
     processor.tokenizer.padding_side = "left"
     return model.eval(), processor
@@ -190,9 +186,7 @@ def _load(model_id: str, dtype: str, device: str, config: Any) -> tuple[Any, Any
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="That of the requests.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Images at a time.")
-@click.pass_context
 def warm(
-    ctx: click.Context,
     cache_dir: Path,
     as_json: bool,
     model_id: str,
@@ -212,6 +206,8 @@ def warm(
 
     Example: vlcache warm --model Qwen/Qwen3-VL-8B-Instruct --images photos/
     """
+    from ..runtime import open_store
+
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not paths:
         raise Misuse(f"--images {str(folder)!r} holds no images ({', '.join(SUFFIXES)}). Give a folder that does.")
@@ -219,14 +215,17 @@ def warm(
         cache_dir=cache_dir,
         namespace=namespace,
         max_disk_bytes=max_bytes,
-        # a server comes with the default settings, from the environment: its password belongs on no command line
-        remote=settings().remote if ctx.get_parameter_source("cache_dir") == ParameterSource.DEFAULT else None,
+        remote=remote_url(None, cache_dir),  # from the environment: its password belongs on no command line
         reuse="exact",  # an image that is there in another context is to be stored in this one too
         schedule=0.0,  # which leaves nothing for a schedule to decide
         write_behind=False,  # a full queue would drop entries, and here nobody waits for an answer
         max_ram_bytes=0,
         read_only=False,
     )
+    try:
+        open_store(config)
+    except (ImportError, ValueError) as error:  # of the server
+        raise Misuse(str(error)) from None
     model, processor = _load(model_id, dtype, device, config)
     warmer, start = Warmer(model, processor, prompt, system), time.perf_counter()
     try:

@@ -80,8 +80,8 @@ def read_value(guard: Guard, target: memoryview) -> bool:
         `bool`: `False` when the server has no value.
 
     Raises:
-        `UnfitReplyError`: the value has another length, or the reply is an error.
-        `ConnectionError`: the server has closed the connection.
+        `UnfitReplyError`: the value has another length, or the key holds no such value.
+        `ConnectionError`: the server has closed the connection, or cannot serve now.
         `ValueError`: the reply is no reply to this.
     """
     head = b""
@@ -95,8 +95,10 @@ def read_value(guard: Guard, target: memoryview) -> bool:
     line, _, rest = head.partition(b"\r\n")
     if line == b"$-1":
         return False
-    if line[:1] == b"-":
-        raise UnfitReplyError(f"the server says {line[1:100]!r}")
+    if line.startswith(b"-WRONGTYPE"):
+        raise UnfitReplyError("its key holds something else")
+    if line[:1] == b"-":  # it is loading, has been moved, ...: nothing is wrong with the value
+        raise ConnectionError(f"the server says {line[1:100]!r}")
     if line[:1] != b"$":
         raise ValueError(f"the reply is no value: {line[:100]!r}")
     if line != b"$%d" % target.nbytes:

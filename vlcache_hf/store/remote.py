@@ -101,13 +101,16 @@ class RemoteStore:
             reply, *refreshed = self._links.get().call(commands, limit=MAX_DESCRIPTION_BYTES)
             if isinstance(reply, Exception):
                 raise reply
+            trouble = next((item for item in refreshed if isinstance(item, Exception)), None)
             listed = bool(refreshed) and refreshed[1] == 1
             if reply is None:
                 if listed:  # it has expired
                     self._call("could not update a group", ("ZREM", names_key(kind, group), name))
                 return None
             description = decode_description(reply, kind, group, name)
-            if refreshed and not listed:
+            if trouble is not None:  # a full server or a replica: it may be read all the same
+                self._fault("could not refresh an entry", trouble)
+            elif refreshed and not listed:
                 self._call("could not update a group", *refresh(kind, group, name, self.ttl_s))
         except CircuitOpenError:
             return None
@@ -232,7 +235,8 @@ class RemoteStore:
             raise StoreReadError(f"tensor {name!r}: the server at {self.address} is left alone for now") from exc
         except Exception as exc:
             self._fault("could not read a tensor", exc)
-            raise StoreReadError(f"tensor {name!r} at {self.address}: {exc}") from exc
+            why = self._links.get().explain(exc)
+            raise StoreReadError(f"tensor {name!r} at {self.address}: {why}") from None
 
     def _used(self, key: str) -> None:
         with self._lock:
@@ -259,10 +263,5 @@ class RemoteStore:
             first = trouble not in self._warned
             self._warned.add(trouble)
         if first:
-            logger.warning(
-                "The remote VLCache store %s (%s: %s: %s); going on without.",
-                trouble,
-                self.address,
-                type(exc).__name__,
-                exc,
-            )
+            why = self._links.get().explain(exc)
+            logger.warning("The remote VLCache store %s (%s: %s); going on without.", trouble, self.address, why)

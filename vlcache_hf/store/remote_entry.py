@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from .checksum import BlockSums, bad_blocks, placeholder
 from .entry import DTYPES, BadEntryError, StoreReadError
 from .layout import NonFiniteError
+from .remote_keys import FORMAT
 
-FORMAT = "1"
 MAX_DESCRIPTION_BYTES = 4 << 20
 MAX_TENSOR_BYTES = 512 << 20  # the largest value that a server keeps unless it is told otherwise
 MAX_ENTRY_BYTES = 64 << 30
 _MAX_TENSORS = 4096
 _MAX_DIMENSIONS = 8
+_SUM_BYTES = 16
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 1 << 20  # see `layout`
 
@@ -83,7 +85,11 @@ class Description:
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def encode(self) -> bytes:
-        """As JSON. Raises `ValueError` for fields that are not strings."""
+        """As JSON behind its checksum: a flipped byte could make I32 of F32, and no checksum of the values would tell.
+
+        Raises:
+            `ValueError`: a field is not a string.
+        """
         if not all(isinstance(item, str) for pair in self.fields.items() for item in pair):
             raise ValueError(f"fields must map strings to strings, got {self.fields!r}.")
         tensors = {
@@ -91,7 +97,12 @@ class Description:
             for name, spec in self.tensors.items()
         }
         key = {"format": FORMAT, "kind": self.kind, "group": self.group, "name": self.name}
-        return json.dumps({**key, "fields": self.fields, "tensors": tensors}, separators=(",", ":")).encode()
+        return sealed(json.dumps({**key, "fields": self.fields, "tensors": tensors}, separators=(",", ":")).encode())
+
+
+def sealed(content: bytes) -> bytes:
+    """`content` behind its checksum."""
+    return xxhash.xxh3_64(content).hexdigest().encode() + content
 
 
 def decode_description(data: object, kind: str, group: str, name: str) -> Description:
@@ -106,8 +117,10 @@ def decode_description(data: object, kind: str, group: str, name: str) -> Descri
         `BadEntryError`: it is not the description of that entry, or one that could not be true.
     """
     try:
-        _require(isinstance(data, bytes) and len(data) <= MAX_DESCRIPTION_BYTES, "it is no text, or too long")
-        content: Any = json.loads(data)  # type: ignore[arg-type]
+        if not isinstance(data, bytes) or len(data) > MAX_DESCRIPTION_BYTES:
+            raise BadEntryError("its description is bad: it is no text, or too long")
+        _require(data == sealed(data[_SUM_BYTES:]), "its checksum does not fit")
+        content: Any = json.loads(data[_SUM_BYTES:])
         _require(isinstance(content, dict), "it is no object")
         for label, value in (("format", FORMAT), ("kind", kind), ("group", group), ("name", name)):
             _require(content.get(label) == value, f"it has another {label}")
@@ -117,6 +130,8 @@ def decode_description(data: object, kind: str, group: str, name: str) -> Descri
         _require(len(tensors) <= _MAX_TENSORS, "it has too many tensors")
         found = Description(kind, group, name, fields, {key: _spec(spec) for key, spec in tensors.items()})
         _require(found.nbytes <= MAX_ENTRY_BYTES, "the entry is too large")
+        # names given twice, numbers that are only equal to the right ones, more than we know
+        _require(found.encode() == data, "it is not as it would have been written")
         return found
     except (ValueError, RecursionError) as exc:  # what json raises
         raise BadEntryError(f"its description is bad: {type(exc).__name__}") from exc
@@ -129,7 +144,9 @@ def _spec(content: Any) -> TensorSpec:
     _require(isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS, "a shape is no shape")
     _require(all(type(size) is int and 0 <= size <= MAX_TENSOR_BYTES for size in shape), "a shape is no shape")
     spec = TensorSpec(DTYPES[code], tuple(shape), sums)
-    _require(spec.nbytes <= MAX_TENSOR_BYTES and content.get("nbytes") == spec.nbytes, "a size is wrong")
+    # an empty tensor has strides too, which must not overflow
+    extent = math.prod(max(1, size) for size in shape) * spec.dtype.itemsize
+    _require(extent <= MAX_TENSOR_BYTES and content.get("nbytes") == spec.nbytes, "a size is wrong")
     _require(isinstance(sums, str) and len(sums) == len(placeholder(spec.nbytes)), "checksums are missing")
     return spec
 

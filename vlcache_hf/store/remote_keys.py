@@ -9,7 +9,8 @@ from typing import Any
 
 from .paths import entry_key, is_digest
 
-PREFIX = "vlcache:1:"
+FORMAT = "2"
+PREFIX = f"vlcache:{FORMAT}:"  # versions with another format, on other machines, neither see nor remove our entries
 META = "meta"
 TENSOR = "t:"
 _ADMIN_S = 60.0  # for work on all entries
@@ -75,21 +76,25 @@ def digests(reply: object) -> list[str]:
     return [text for text in texts if is_digest(text)]
 
 
-def all_keys(call: Callable[..., list[Any]], clock: Callable[[], float]) -> Iterator[list[bytes]]:
-    """All keys below the prefix, in pages.
+def all_keys(
+    call: Callable[..., list[Any]], clock: Callable[[], float], kind: str | None = None
+) -> Iterator[list[bytes]]:
+    """All keys below the prefix, in pages. One may come twice.
 
     Args:
         call (`Callable[..., list[Any]]`): `Link.call`.
         clock (`Callable[[], float]`): seconds that never go back.
+        kind (`str`, *optional*): only those of this kind.
 
     Raises:
         `TimeoutError`: there are more than can be listed in a minute.
     """
+    prefix = PREFIX if kind is None else f"{PREFIX}{kind}:"
     cursor, end = b"0", clock() + _ADMIN_S
     while True:
-        page = call([("SCAN", cursor, "MATCH", PREFIX + "*", "COUNT", 500)], limit=1 << 20)
+        page = call([("SCAN", cursor, "MATCH", prefix + "*", "COUNT", 500)], limit=1 << 20)
         cursor, keys = checked(page)[0]
-        yield [key for key in keys if isinstance(key, bytes) and key.startswith(PREFIX.encode())]
+        yield [key for key in keys if isinstance(key, bytes) and key.startswith(prefix.encode())]
         if cursor == b"0":
             return
         if clock() > end:

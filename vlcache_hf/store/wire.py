@@ -17,6 +17,8 @@ MIN_BYTES_PER_S = 64 << 20
 _OVERHEAD = 64 << 10  # bytes of a reply that are not payload
 _IDLE = 8  # connections kept
 _OPTIONS = {"connection_class", "db", "host", "password", "path", "port", "username"}
+_SECRETS = {"password", "ssl_password"}
+_MAX_MESSAGE = 300
 
 Command = Sequence[Any]
 T = TypeVar("T")
@@ -58,6 +60,18 @@ class Link:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._connection_class, self._settings = _settings(url)
+
+    def explain(self, error: BaseException) -> str:
+        """An error for messages: one line of printable text without passwords, which a server may send back.
+
+        Args:
+            error (`BaseException`): what `call` or `fetch` has raised.
+        """
+        text = f"{type(error).__name__}: {error}"
+        for name in _SECRETS & self._settings.keys():
+            text = text.replace(str(self._settings[name]), "***")
+        text = "".join(char if char.isprintable() else "?" for char in text)
+        return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
 
     def call(self, commands: Sequence[Command], payload: int = 0, limit: int | None = None) -> list[Any]:
         """Sends commands and reads their replies.
@@ -142,12 +156,16 @@ class Link:
         except BaseException:
             connection.disconnect()
             raise
-        self._keep(connection)
+        if connection.demoted:
+            connection.disconnect()
+            self.close()  # the other ones lead to the same server, while its name may lead to the new primary
+        else:
+            self._keep(connection)
         return result
 
     @staticmethod
     def _replies(connection: Any, commands: Sequence[Command], deadline: float, limit: int) -> list[Any]:
-        from redis.exceptions import ResponseError
+        from redis.exceptions import ReadOnlyError, ResponseError
 
         connection.guard.allow(deadline, limit + _OVERHEAD)
         connection.send_packed_command(connection.pack_commands(commands), check_health=False)
@@ -156,6 +174,7 @@ class Link:
             try:
                 replies.append(connection.read_response(disable_decoding=True))
             except ResponseError as error:
+                connection.demoted |= isinstance(error, ReadOnlyError)
                 replies.append(error)
         return replies
 
@@ -193,7 +212,7 @@ class Link:
 def _settings(url: str) -> tuple[Any, dict[str, Any]]:
     try:
         from redis.backoff import NoBackoff
-        from redis.connection import Connection, parse_url
+        from redis.connection import Connection, SSLConnection, parse_url
         from redis.retry import Retry
     except ImportError as exc:
         raise ImportError(f"A remote store needs redis-py: pip install 'vlcache-hf[remote]' ({exc}).") from exc
@@ -212,6 +231,8 @@ def _settings(url: str) -> tuple[Any, dict[str, Any]]:
         ) from None
     settings = {key: value for key, value in parsed.items() if key in _OPTIONS or key.startswith("ssl_")}
     base: Any = settings.pop("connection_class", Connection)
+    if issubclass(base, SSLConnection):
+        settings.setdefault("ssl_check_hostname", True)  # which redis-py 5 does not do by itself
     settings |= {
         "retry": Retry(NoBackoff(), 0),  # the breaker decides what is tried again, and when
         "health_check_interval": 0,
@@ -223,6 +244,7 @@ def _settings(url: str) -> tuple[Any, dict[str, Any]]:
 
     class Guarded(base):
         guard: Guard | None = None
+        demoted = False  # the server has become a replica, which takes no writes
 
         def prepare(self, deadline: float, clock: Callable[[], float]) -> None:
             self._bounds = deadline, clock
