@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from vlcache_hf import VLCache, attach
+from vlcache_hf import VLCache, VLCacheConfig, attach
 from vlcache_hf.runtime import open_store
 from vlcache_hf.store import DiskStore, RamTier, WriteBehind
 
@@ -36,6 +36,13 @@ def test_the_tiers_stack(tmp_path):
     assert isinstance(store.below.below, DiskStore)
     plain = load(tmp_path, write_behind=False, max_ram_bytes=0)
     assert isinstance(open_store(plain.vlcache.config), DiskStore)
+
+
+@pytest.mark.parametrize("ram, queue", [(0, 256 << 20), (10**8, 256 << 20), (10**9, 10**9)])
+def test_more_than_one_entry_may_wait_whatever_is_kept_in_memory(tmp_path, ram, queue):
+    store = open_store(VLCacheConfig(cache_dir=tmp_path, write_behind=True, max_ram_bytes=ram))
+    behind = store.below if ram else store
+    assert isinstance(behind, WriteBehind) and behind.max_bytes == queue
 
 
 def test_what_waits_to_be_written_is_a_hit_and_lands_on_disk(tmp_path, monkeypatch):

@@ -21,6 +21,8 @@ from .store import DiskStore, RamTier, RemoteStore, Store, Tiered, WriteBehind
 
 logger = logging.getLogger(__name__)
 
+MIN_QUEUE_BYTES = 256 << 20  # of entries waiting to be written: without RAM for entries, too, more than one may wait
+
 
 class VLCacheRuntime:
     """What a model's cache holds beside the model; reached as `model.vlcache`.
@@ -169,11 +171,12 @@ def open_store(config: VLCacheConfig) -> Store:
     """
     store: Store = DiskStore(config.cache_dir, config.max_disk_bytes, config.read_only, config.min_free_bytes)
     behind = config.write_behind and not config.read_only
+    queue_bytes = max(config.max_ram_bytes, MIN_QUEUE_BYTES)
     if config.remote:
         remote = RemoteStore(config.remote, config.remote_timeout_s, config.remote_ttl_s, config.read_only)
-        store = Tiered(store, remote, config.max_ram_bytes if behind else None)
+        store = Tiered(store, remote, queue_bytes if behind else None)
     if behind:
-        store = WriteBehind(store, config.max_ram_bytes)
+        store = WriteBehind(store, queue_bytes)
     return RamTier(store, config.max_ram_bytes) if config.max_ram_bytes else store
 
 

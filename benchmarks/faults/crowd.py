@@ -25,7 +25,7 @@ def crowd(task: Task) -> Row:
     def member(number: int, begin: Callable[[], None]) -> dict[str, Any]:
         mine, rng = Row(""), random.Random(1000 * task.seed + number)
         behind = number % 2 == 0
-        # 0 bytes of RAM would also mean a queue of one; two entries let RAM evict, too
+        # two entries let RAM evict, too
         model = world.model(folder, max_disk_bytes=cap, write_behind=behind, max_ram_bytes=2 * entry if behind else 0)
         for request in range(requests):
             where = f"process {number}, request {request}"

@@ -21,21 +21,22 @@ from vlcache_hf.store import index as index_module
 from vlcache_hf.store import layout as layout_module
 from vlcache_hf.store.backend import EntryCache, EntryDisk
 from vlcache_hf.store.index import Index
+from vlcache_hf.store.temporary import temporary_file
 
 # where a writer dies: owner and name of a function, and whether it has run by then
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "inside write_entry": (layout_module, "_finite", False),
-    "file complete": (disk_module, "write_entry", True),
+    "last byte written": (disk_module, "write_entry", True),
     "before publish": (Index, "publish", False),
     "before os.replace": (Index, "_place", False),
     "after os.replace": (Index, "_place", True),
     "before the commit": (EntryCache, "set", True),
     "after the commit": (Index, "publish", True),
     "eviction, before unlink": (EntryDisk, "remove", False),
-    "eviction, before the commit": (EntryCache, "cull_one", True),
+    "eviction, before the commit": (EntryCache, "remove", True),
     "opening, no tables yet": (EntryCache, "__init__", False),
-    "opening, before the files are compared": (Index, "_reconcile", False),
-    "opening, after it": (Index, "_reconcile", True),
+    "opening, before the files are compared": (index_module, "reconcile", False),
+    "opening, after it": (index_module, "reconcile", True),
     "rebuild, the old one moved": (index_module.shutil, "rmtree", False),
 }
 OPENING = [name for name in POINTS if name.startswith(("opening", "rebuild"))]
@@ -102,9 +103,10 @@ class Checker:
         row.saw_bytes(used_bytes(self.folder), self.cap, writers * self.entry, where)
         left = temporary_files(self.folder)
         row.note("temporary files left", len(left))
-        if age:  # as if an hour had passed
+        if age:  # as if two minutes had passed, and an hour for folders, which cannot be locked
             for path in left:
-                os.utime(path, (1, 1))
+                then = time.time() - (7200 if path.is_dir() else 120)
+                os.utime(path, (then, then))
         with attempt(row, where):
             store = DiskStore(self.folder, self.cap)
             for other in range(entries.POOL):
@@ -239,4 +241,47 @@ def kills_model(task: Task) -> Row:
     return row
 
 
-ROWS = [kills_random, kills_points, kills_at_once, kills_model]
+def kills_orphans(task: Task) -> Row:
+    """What a killed writer leaves fills the cap: for a minute nothing is stored, then all is as before. A writer that
+    lives, however slow, keeps its file."""
+    row, number = Row("cap filled by what a killed writer left"), 3
+    entry = entries.file_size(number, str(task.folder / "measure"))
+    cap, real = 2 * entry, layout_module.write_entry
+
+    def dies(file: Any, layout: Any) -> None:
+        real(file, layout)
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def victim(folder: Path) -> None:
+        disk_module.write_entry = dies
+        entries.put(DiskStore(folder, None), number)
+
+    for trial in tqdm(range(task.count(60, 4)), desc="kills_orphans", disable=None):
+        folder, where = task.folder / str(trial), f"trial {trial}"
+        store = DiskStore(folder, cap)
+        small = entries.put(store, 0)
+        with temporary_file(folder) as alive:
+            with alive.open() as file:
+                file.write(bytes(entry - small))
+            os.utime(alive.path, (1, 1))
+            _reap(row, Child(lambda begin, folder=folder: victim(folder)), where)
+            (orphan,) = (path for path in temporary_files(folder) if path != alive.path)
+            row.trials += 1
+            with attempt(row, where):
+                if entries.put(store, 1) or store.faults != 1:
+                    row.fail(f"{where}: stored above the cap ({store.faults} faults)")
+                then = time.time() - 120
+                os.utime(orphan, (then, then))
+                if not entries.put(store, 1):
+                    row.fail(f"{where}: the cap stays closed")
+                if temporary_files(folder) != [alive.path]:
+                    row.fail(f"{where}: {temporary_files(folder)} instead of what is being written")
+                for other in (0, 1):
+                    row.saw(entries.look(store, other), where)
+                row.saw_bytes(used_bytes(folder), cap, 0, where)
+        store.close()
+    return row
+
+
+ROWS = [kills_random, kills_points, kills_at_once, kills_orphans, kills_model]

@@ -152,10 +152,17 @@ def test_a_locked_database_does_not_block_for_a_minute(root, monkeypatch):
     other.close()
 
 
-def test_one_row_is_culled_at_a_time_oldest_first(root):
+def test_a_row_goes_with_its_file_and_no_other(root):
     cache = open_cache(root)
-    cache.set(KEY, None)
-    cache.set(OTHER, None)
-    cache.size_limit = 4
-    cache.cull_one()
+    for key, used in ((KEY, 5.0), (OTHER, 6.0)):
+        cache.add(key, used)
+    rows = dict(cache._sql("SELECT key, rowid FROM Cache").fetchall())
+    cache.protect(rows[OTHER], 7.0)
+    assert cache._sql("SELECT key, access_count, access_time FROM Cache ORDER BY rowid").fetchall() == [
+        (KEY, 0, 5.0),
+        (OTHER, 1, 7.0),
+    ]
+    cache.remove(rows[KEY], KEY)
     assert (cache.volume(), (root / KEY).exists(), (root / OTHER).exists()) == (3, False, True)
+    with pytest.raises(sqlite3.DatabaseError, match="contradicts"):
+        cache.remove(rows[KEY], KEY)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -122,6 +123,39 @@ def test_clear_leaves_nothing_and_copies_start_empty(disk):
     disk.gate.set()
     store.clear()
     assert value(store, A) is None and store.nbytes() == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_is_not_stopped_by_what_another_thread_was_doing(disk):
+    store = WriteBehind(disk, 1000)
+    put(store, A)
+    assert disk.started.wait(30)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with store._changed:
+            held.set()
+            assert done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        disk.gate.set()
+        empty = value(store, A) is None
+        put(store, B)
+        store.flush()
+        os._exit(0 if empty and value(disk, B) == 1.0 else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done.set()
+    thread.join()
+    disk.gate.set()
+    store.flush()
+    assert code == 0
+    assert sorted(disk.names("kv", G)) == [A, B]
 
 
 SCRIPT = """

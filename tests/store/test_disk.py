@@ -4,12 +4,14 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import sqlite3
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from vlcache_hf.store import disk as disk_module
 from vlcache_hf.store import entry as entry_module
 from vlcache_hf.store import index as index_module
 from vlcache_hf.store import layout as layout_module
-from vlcache_hf.store.paths import entry_key
+from vlcache_hf.store.paths import entry_key, is_full
 
 G, H = "a" * 64, "b" * 64
 NAMES = [f"{number:064x}" for number in range(8)]
@@ -235,6 +237,37 @@ def test_what_exceeds_the_cap_is_refused_before_any_work(tmp_path):
     assert (put(tight, 0), tight.cache_dir.exists(), tight.faults) == (0, False, 0)
 
 
+def test_an_entry_larger_than_the_cap_is_warned_of_once_with_both_sizes(tmp_path, caplog):
+    store = DiskStore(tmp_path / "store", 1000)
+    for nbytes in (1001, 2000):
+        assert not store.accepts(nbytes)
+    assert put(store, 0) == 0
+    (record,) = caplog.records
+    for part in ("1,001 bytes", "(1,000)", "max_disk_bytes", "VLCACHE_MAX_DISK_BYTES"):
+        assert part in record.getMessage()
+    assert not DiskStore(tmp_path, 0).accepts(1) and not DiskStore(tmp_path, 10, read_only=True).accepts(11)
+    assert (len(caplog.records), store.faults) == (1, 0)
+
+
+def test_what_is_asked_for_now_and_then_survives_a_stream(tmp_path):
+    def tiny_put(name):
+        return store.put("kv", G, f"{name:064x}", {"k": torch.full((4,), float(name))}, {})
+
+    size = DiskStore(tmp_path / "measure", None).put("kv", G, f"{0:064x}", {"k": torch.zeros(4)}, {})
+    store = DiskStore(tmp_path / "store", 30 * size)
+    hot = range(10)
+    for name in hot:
+        assert tiny_put(name) == size and store.get("kv", G, f"{name:064x}") is not None
+    for name in range(10, 2010):
+        assert tiny_put(name) == size
+        if name % 20 == 0:
+            wanted = name // 20 % 10
+            assert store.get("kv", G, f"{wanted:064x}").tensor("k")[0] == wanted
+    left = sorted(int(name, 16) for name in store.names("kv", G))
+    assert left == [*hot, *range(1990, 2010)]
+    assert store.nbytes() == 30 * size
+
+
 def test_max_in_group_keeps_the_most_recently_used(store):
     put(store, 0, group=H)
     for number in range(4):
@@ -266,15 +299,67 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("where", ["write", "utime", "replace"])
 def test_a_failed_put_leaves_nothing(store, monkeypatch, caplog, where, error):
-    put(store, 0)
-    for _ in range(2):
+    for number in (0, 2, 3):
+        put(store, number)
+    for left in ([2, 3], [3]) if is_full(error) else ([0, 2, 3], [0, 2, 3]):
         with monkeypatch.context() as patch:
             fail_at(patch, where, error)
             assert put(store, 1) == 0
             assert leftovers(store) == []
-            assert present(store) == [0]
+            assert present(store) == left
     assert (store.faults, len(caplog.records)) == (2, 1)
     assert put(store, 1) > 0 and read(store, 1) == 1
+
+
+@pytest.mark.parametrize("error", [error for error in ERRORS if is_full(error)])
+@pytest.mark.parametrize("where", ["_finite", "publish"])
+def test_a_full_disk_is_emptied_by_one_entry_and_tried_again_once(store, monkeypatch, caplog, where, error):
+    for number in range(4):
+        put(store, number)
+    assert read(store, 0) == 0  # not the one to go
+    owner = layout_module if where == "_finite" else index_module.Index
+    real, failed = getattr(owner, where), []
+
+    def full(*args):
+        if not failed:
+            failed.append(leftovers(store))
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(owner, where, full)
+    assert put(store, 4) > 0 and read(store, 4) == 4
+    assert len(failed[0]) == 1 and leftovers(store) == []
+    assert present(store) == [0, 2, 3, 4]
+    assert (store.faults, caplog.records) == (0, [])
+    assert store.nbytes() == sum(path.stat().st_size for path in entry_files(store))
+
+
+def test_a_full_disk_of_the_index_is_emptied_too(store, monkeypatch):
+    for number in range(3):
+        put(store, number)
+    real, failed = backend.EntryCache.set, []
+
+    def full(*args, **kwargs):
+        if not failed:
+            failed.append(args)
+            raise sqlite3.OperationalError("database or disk is full")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(backend.EntryCache, "set", full)
+    assert put(store, 3) > 0
+    assert (present(store), leftovers(store), store.faults) == ([1, 2, 3], [], 0)
+
+
+def test_nothing_is_tried_twice_when_nothing_can_go(store, monkeypatch):
+    tried = []
+
+    def full(*args):
+        tried.append(args)
+        raise OSError(28, "ENOSPC")
+
+    monkeypatch.setattr(layout_module, "_finite", full)
+    assert put(store, 0) == 0
+    assert (len(tried), leftovers(store), store.faults) == (1, [], 1)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -295,7 +380,7 @@ def fail_at(patch, where, error):
 
         def fail_second(chunk):
             count.append(chunk)
-            if len(count) == 2:
+            if len(count) >= 2:
                 raise error
             return real(chunk)
 
@@ -603,25 +688,61 @@ print(int(store.get("kv", "a" * 64, f"{3:064x}").tensor("k")[0, 0]), store.marke
     assert run(script, store.cache_dir, cwd="/", seed="77").split() == ["3", "True"]
 
 
-def test_a_killed_writer_leaves_only_what_the_next_start_reclaims(store):
-    script = """
+KILLED = """
 import os, signal, sys
 import torch
 from vlcache_hf.store import DiskStore, layout
 layout._finite = lambda chunk: os.kill(os.getpid(), signal.SIGKILL)
 DiskStore(sys.argv[1], None).put("kv", "a" * 64, "f" * 64, {"k": torch.ones(1000)}, {})
 """
-    process = start(script, store.cache_dir)
+
+
+def test_a_killed_writer_leaves_only_what_is_reclaimed_soon(store, caplog):
+    size = put(store, 0)
+    process = start(KILLED, store.cache_dir)
     process.communicate()
     assert process.returncode == -9
     (orphan,) = leftovers(store)
-    assert (store.names("kv", G), store.nbytes()) == ([], 0)
-    assert put(store, 0) > 0
-    assert leftovers(store) == [orphan]  # it could be a live writer's
-    store.close()
-    os.utime(orphan, (1, 1))
-    assert DiskStore(store.cache_dir, None).put("kv", G, H, tensors(), {}) > 0
-    assert leftovers(store) == []
+    assert (store.names("kv", G), store.nbytes()) == ([NAMES[0]], size)
+    with open(orphan, "ab") as file:
+        file.truncate(size)
+    small = DiskStore(store.cache_dir, size)
+    for faults in (1, 2):
+        assert put(small, 1) == 0  # so young, it could be one that its writer is about to lock
+        assert (small.faults, read(small, 0)) == (faults, 0)
+    (record,) = caplog.records
+    assert "killed writers" in record.getMessage() and "a minute old" in record.getMessage()
+    two_minutes_ago = time.time() - 120
+    os.utime(orphan, (two_minutes_ago, two_minutes_ago))
+    assert put(small, 1) == size
+    assert (leftovers(small), present(small), small.nbytes()) == ([], [1], size)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_locks_that_other_threads_hold_are_free_in_a_child(store):
+    put(store, 0)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with store._verified._lock, store._troubles._lock:
+            held.set()
+            assert done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        path_of(store, 1).write_bytes(b"bad")
+        good = read(store, 0) == 0 and read(store, 1) is None and store.faults == 1
+        os._exit(0 if good else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done.set()
+    thread.join()
+    assert code == 0
+    assert (read(store, 0), store.faults) == (0, 0)
 
 
 def test_import_touches_no_disk(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 
 from vlcache_hf.store import backend
 from vlcache_hf.store import index as index_module
-from vlcache_hf.store.index import Index, IndexUnavailable
+from vlcache_hf.store.index import CapClosedError, Index, IndexUnavailable
 from vlcache_hf.store.paths import entry_key, private_dirs, stamp
+from vlcache_hf.store.temporary import temporary_file
 
 KEYS = [entry_key("kv", f"{number:064x}", "f" * 64) for number in range(6)]
 
@@ -122,11 +123,39 @@ def test_what_cannot_fit_evicts_nothing(tmp_path, make):
     index = make(cap=300)
     publish(index, tmp_path, KEYS[0])
     assert not index.make_room(301)
-    temporary(tmp_path, 250)  # of another writer
-    assert not index.make_room(60)
-    assert present(tmp_path) == [0]
-    assert index.make_room(50)
-    assert present(tmp_path) == []
+    with temporary_file(tmp_path) as other:
+        with other.open() as file:
+            file.write(b"x" * 250)
+        os.utime(other.path, (1, 1))  # of a writer that is slow
+        assert not index.make_room(60)
+        assert present(tmp_path) == [0]
+        assert index.make_room(50)
+        assert present(tmp_path) == []
+
+
+def test_orphans_close_the_cap_only_until_they_are_safe_to_remove(tmp_path, make):
+    index = make(cap=300)
+    publish(index, tmp_path, KEYS[0])
+    orphan = temporary(tmp_path, 250)
+    for _ in range(2):
+        with pytest.raises(CapClosedError, match="250 of 300 bytes"):
+            index.make_room(60)
+    assert present(tmp_path) == [0] and orphan.exists()
+    two_minutes_ago = time.time() - 120
+    os.utime(orphan, (two_minutes_ago, two_minutes_ago))
+    assert publish(index, tmp_path, KEYS[1])
+    assert present(tmp_path) == [0, 1] and not orphan.exists()
+
+
+def test_room_on_a_full_disk_is_made_although_the_cap_is_far(tmp_path, make):
+    index = make(cap=10_000)
+    assert not index.evict(100)
+    for key in KEYS[:4]:
+        publish(index, tmp_path, key)
+    touch(tmp_path / KEYS[0])
+    assert index.evict(150)
+    assert present(tmp_path) == [0, 3]
+    assert index.nbytes() == 200
 
 
 def test_files_removed_behind_its_back_free_their_bytes(tmp_path, make):
@@ -234,6 +263,12 @@ def zero_pages(path):
     path.write_bytes(data)
 
 
+def later_version(path):
+    data = bytearray(path.read_bytes())
+    data[18] = 5
+    path.write_bytes(data)
+
+
 def statements(*lines):
     def damage(path):
         connection = sqlite3.connect(path, isolation_level=None)
@@ -248,6 +283,7 @@ BROKEN = {
     "garbage": garbage,
     "cut": cut,
     "zero pages": zero_pages,
+    "a later version": later_version,  # SQLite would call it read-only for ever
     "another table": statements("DROP TABLE Cache", "CREATE TABLE Cache (key)"),
     "a view": statements("DROP TABLE Cache", "CREATE VIEW Cache AS SELECT 1"),
     "no settings": statements("DROP TABLE Settings"),
@@ -345,7 +381,7 @@ def test_marks(tmp_path, make, monkeypatch):
     assert make().marked("a")
     assert index.nbytes() == 0
     start = time.time()
-    monkeypatch.setattr(backend.time, "time", lambda: start + 31 * 24 * 3600)
+    monkeypatch.setattr(time, "time", lambda: start + 31 * 24 * 3600)
     assert not make().marked("a")
 
 

@@ -1,15 +1,36 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import pickle
+import signal
+import threading
 
 import pytest
 import torch
 
 from vlcache_hf.store import DiskStore, MemoryEntry, RamTier, StoreReadError
+from vlcache_hf.store.layer import TierOver
 
-G, A, B, C = "a" * 64, "1" * 64, "2" * 64, "3" * 64
+G, A, B, C, D, E, F = ("a" * 64, *(str(number) * 64 for number in range(1, 7)))
 ENTRY = 40  # bytes
+
+
+class Nothing(TierOver):
+    """Says that it has stored, and has nothing."""
+
+    def __init__(self, below):
+        super().__init__(below, 0)
+
+    def get(self, *key):
+        return None
+
+    def put(self, *args):
+        return 1
+
+    def touch(self, *key):
+        pass
 
 
 @pytest.fixture
@@ -59,6 +80,79 @@ def test_the_least_recently_used_entry_goes_first(disk):
     assert tier.ram_bytes == 2 * ENTRY
     disk.clear()
     assert [value(tier, name) for name in (A, B, C)] == [1.0, None, 3.0]
+
+
+def test_what_is_asked_for_now_and_then_survives_a_stream(disk):
+    now = [0.0]
+    tier = RamTier(Nothing(disk), 30 * ENTRY, clock=lambda: now[0])
+    hot = [f"{number:064x}" for number in range(10)]
+    for name in hot:
+        put(tier, name)
+        assert value(tier, name) == 1.0
+    for number in range(10, 2010):
+        now[0] += 1
+        put(tier, f"{number:064x}")
+        if number % 20 == 0:
+            assert value(tier, hot[number // 20 % 10]) == 1.0
+    assert tier.ram_bytes == 30 * ENTRY
+    assert [value(tier, name) for name in hot] == [1.0] * 10
+    assert [value(tier, f"{number:064x}") for number in (1989, 1990)] == [None, 1.0]
+
+
+def test_a_new_working_set_takes_the_place_of_one_from_yesterday(disk):
+    now = [0.0]
+    tier = RamTier(Nothing(disk), 3 * ENTRY, clock=lambda: now[0])
+    for name in (A, B, C):
+        put(tier, name)
+        assert value(tier, name) == 1.0
+    put(tier, D)  # there is always room for a new one
+    assert [value(tier, name) for name in (A, B)] == [None, 1.0]
+    now[0] = 24 * 3600 - 1.0
+    put(tier, E)
+    assert [value(tier, name) for name in (B, C, D, E)] == [1.0, 1.0, None, 1.0]
+    now[0] *= 3
+    for name in (A, E, F):
+        put(tier, name)
+    assert [value(tier, name) for name in (A, B, C, D, E, F)] == [1.0, None, None, None, 1.0, 1.0]
+
+
+def test_a_large_new_entry_gets_in_whatever_is_protected(disk):
+    tier = RamTier(Nothing(disk), 2 * ENTRY)
+    for name in (A, B):
+        put(tier, name)
+        assert value(tier, name) == 1.0
+    assert tier.put("kv", G, C, {"k": torch.full((10, 2), 3.0)}, {})
+    assert [value(tier, name) for name in (A, B, C)] == [None, None, 3.0]
+    assert tier.ram_bytes == 2 * ENTRY
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_child_starts_with_what_is_whole(disk, busy):
+    tier = RamTier(disk, 1000)
+    put(tier, A)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with tier._lock if busy else contextlib.nullcontext():
+            held.set()
+            assert done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        good = tier.ram_bytes == (0 if busy else ENTRY) and value(tier, A) == 1.0
+        put(tier, B)
+        os._exit(0 if good and value(tier, B) == 1.0 else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done.set()
+    thread.join()
+    assert code == 0
+    assert tier.ram_bytes == ENTRY and value(tier, A) == 1.0
 
 
 def test_an_entry_larger_than_the_tier_is_not_kept(disk):

@@ -1,7 +1,7 @@
 """diskcache, reduced to what an index may do here: no pickle, no foreign settings, no long waits, no stray paths."""
 
 import os
-import time
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from .paths import is_entry_key, remove_entry_file
 
 TIMEOUT_S = 1.0
 MARK_PREFIX = "mark:"
+# What diskcache's column `access_count` says of an entry here: whether it was used again after it was stored.
+PROBATION, PROTECTED = 0, 1
 
 # Every setting is given, so that those found in a database are never used.
 SETTINGS = {
@@ -71,6 +73,10 @@ class EntryCache(diskcache.Cache):
 
     temporary = 0  # bytes that count against the cap besides the entries
 
+    def __init__(self, directory: str, **settings: Any):
+        super().__init__(directory, **settings)
+        self._sql("CREATE INDEX IF NOT EXISTS Cache_segments ON Cache (access_count, access_time, size)")
+
     @property
     def _timeout(self) -> float:
         return TIMEOUT_S
@@ -97,7 +103,41 @@ class EntryCache(diskcache.Cache):
         a cap means what it says to whoever sets it."""
         return self.reset("size") + self.temporary
 
-    def cull_one(self) -> None:
-        """Removes the least recently used row, with its file, inside the caller's transaction: a file removed after it
-        could be one that another process has just put there."""
-        self._cull(time.time(), self._sql, self.disk.remove, limit=1)
+    def add(self, key: str, used: float) -> None:
+        """
+        Adds the row of a file that is there, on probation.
+
+        Args:
+            key (`str`): from `entry_key`; has no row.
+            used (`float`): the time of the file. A later one there means that the entry was used.
+        """
+        self.set(key, None)
+        self._sql("UPDATE Cache SET access_time = ? WHERE key = ?", (used, key))
+
+    def protect(self, rowid: int, used: float) -> None:
+        """
+        Moves a row to those that were used again after they were stored, or back to their end.
+
+        Args:
+            rowid (`int`): of the row.
+            used (`float`): when it was.
+        """
+        self._sql("UPDATE Cache SET access_count = ?, access_time = ? WHERE rowid = ?", (PROTECTED, used, rowid))
+
+    def remove(self, rowid: int, key: object) -> None:
+        """
+        Removes a row and its file, inside the caller's transaction: a file removed after it could be one that another
+        process has just put there. The file goes first, because on a full disk the database needs its room.
+
+        Args:
+            rowid (`int`): of the row.
+            key (`object`): what the row says.
+
+        Raises:
+            `sqlite3.DatabaseError`: when there is no such row, although one was found.
+        """
+        self.disk.remove(key)
+        if self._sql("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount != 1:
+            raise sqlite3.DatabaseError(
+                "the index contradicts itself"
+            )  # whoever looks for victims would do so for ever

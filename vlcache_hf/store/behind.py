@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .base import Store, StoredEntry
+from .forks import renew_in_children
 from .layer import TierOver
 from .memory import Key, MemoryEntry
 
@@ -46,31 +46,27 @@ class WriteBehind(TierOver):
     def __init__(self, below: Store, max_bytes: int) -> None:
         super().__init__(below, max_bytes)
         self.dropped = 0
-        self._start_over()
+        self.after_fork()
+        renew_in_children(self)
         # bound to the object only weakly: a store that nobody holds any more has nothing left to flush
         atexit.register(_flush_at_exit, weakref.ref(self))
 
-    def _start_over(self) -> None:
-        self._pid = os.getpid()
+    def after_fork(self) -> None:
+        """Starts over, with an empty queue."""
         self._changed = threading.Condition()
         self._waiting: OrderedDict[Key, _Job] = OrderedDict()
         self._bytes = 0
         self._thread: threading.Thread | None = None
 
-    def _here(self) -> threading.Condition:
-        if os.getpid() != self._pid:
-            self._start_over()
-        return self._changed
-
     def get(self, kind: str, group: str, name: str) -> StoredEntry | None:
-        with self._here():
+        with self._changed:
             job = self._waiting.get((kind, group, name))
             if job is not None and job.wanted:
                 return job.entry
         return self.below.get(kind, group, name)
 
     def names(self, kind: str, group: str) -> list[str]:
-        with self._here():
+        with self._changed:
             waiting = [key[2] for key, job in self._waiting.items() if key[:2] == (kind, group) and job.wanted]
         waiting.reverse()  # the last one stored was the last one used
         return waiting + [name for name in self.below.names(kind, group) if name not in waiting]
@@ -88,7 +84,7 @@ class WriteBehind(TierOver):
         entry = MemoryEntry(dict(tensors), dict(fields))
         if not self.below.accepts(entry.nbytes):
             return 0
-        with self._here():
+        with self._changed:
             # an entry larger than the whole queue may still go through it alone
             if self._waiting and self._bytes + entry.nbytes > self.max_bytes:
                 self.dropped += 1
@@ -104,7 +100,7 @@ class WriteBehind(TierOver):
         return entry.nbytes
 
     def discard(self, kind: str, group: str, name: str) -> None:
-        with self._here():
+        with self._changed:
             job = self._waiting.get((kind, group, name))
             if job is not None:
                 job.wanted = False  # it may be on its way to the disk: the writer removes it again
@@ -115,7 +111,7 @@ class WriteBehind(TierOver):
         return self.below.nbytes()
 
     def clear(self) -> None:
-        with self._here():
+        with self._changed:
             for job in self._waiting.values():
                 job.wanted = False
         self.flush()
@@ -123,7 +119,7 @@ class WriteBehind(TierOver):
 
     def flush(self) -> None:
         """Waits until all that waits is written."""
-        with self._here():
+        with self._changed:
             while self._waiting and self._thread is not None and self._thread.is_alive():
                 self._changed.wait(0.1)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 import xxhash
 
+from .forks import renew_in_children
+
 BLOCK_BYTES = 1 << 20
 _DIGITS = 16
 _FILES = 4096  # of which it is remembered what was checked
@@ -58,6 +60,11 @@ class Verified:
     long as a file's time is the one that this process has seen or set: whatever else touched it may have written."""
 
     def __init__(self) -> None:
+        self.after_fork()
+        renew_in_children(self)
+
+    def after_fork(self) -> None:
+        """Starts anew: what was checked may have been half noted, and it costs little to check again."""
         self._lock = threading.Lock()
         self._files: OrderedDict[tuple[int, ...], tuple[str, dict[str, set[int]]]] = OrderedDict()
 

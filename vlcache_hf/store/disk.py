@@ -3,8 +3,6 @@
 import contextlib
 import logging
 import os
-import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -13,11 +11,16 @@ import torch
 
 from .checksum import Verified
 from .entry import BadEntryError, Entry, identity, open_entry
-from .index import Index, IndexUnavailable
-from .layout import NonFiniteError, lay_out, write_entry
-from .paths import SUFFIX, entry_key, free_bytes, is_digest, remove_entry_file, stamp, walk_entries
+from .index import CapClosedError, Index, IndexUnavailable
+from .layout import Layout, NonFiniteError, lay_out, write_entry
+from .paths import SUFFIX, entry_key, free_bytes, is_digest, is_full, remove_entry_file, stamp, walk_entries
+from .temporary import temporary_file
+from .troubles import Troubles
 
 T = TypeVar("T")
+
+_USE_ANOTHER = "If the folder cannot be used, set cache_dir or VLCACHE_DIR to one that can."
+_WAIT = "They are removed when they are a minute old, or an hour where files cannot be locked."
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +36,10 @@ class DiskStore:
     Args:
         cache_dir (`str` or `os.PathLike`): created at the first write. `~` and `$NAME` are expanded.
         max_disk_bytes (`int`, *optional*): bytes that all entries may take together. The least recently used ones make
-            room for new ones. `None` for no limit.
+            room for new ones, and first those that were never used again after they were stored. `None` for no limit.
         read_only (`bool`, *optional*, defaults to `False`): serve entries and change nothing.
         min_free_bytes (`int`, *optional*, defaults to 0): nothing is stored that would leave less free space.
 
-    Attributes:
-        faults (`int`): bad entries met and operations failed so far, by this object.
     """
 
     def __init__(
@@ -56,15 +57,18 @@ class DiskStore:
         self.max_disk_bytes = max_disk_bytes
         self.read_only = read_only
         self.min_free_bytes = min_free_bytes
-        self.faults = 0
         self.dropped = 0
         self._verified = Verified()
-        self._warned: set[str] = set()
-        self._faults_lock = threading.Lock()
+        self._troubles = Troubles(logger)
         self._index = Index(self.cache_dir, max_disk_bytes, lambda exc: self._fault("had to rebuild its index", exc))
 
     def __reduce__(self) -> tuple:
         return type(self), (self.cache_dir, self.max_disk_bytes, self.read_only, self.min_free_bytes)
+
+    @property
+    def faults(self) -> int:
+        """Bad entries met and operations failed so far, by this object."""
+        return self._troubles.count
 
     def get(self, kind: str, group: str, name: str) -> Entry | None:
         """
@@ -101,9 +105,7 @@ class DiskStore:
         Makes an entry the most recently used one, as `get` does.
 
         Args:
-            kind (`str`): `"kv"` or `"vit"`.
-            group (`str`): 64 lowercase hexadecimal characters.
-            name (`str`): 64 lowercase hexadecimal characters.
+            kind, group, name (`str`): as for `get`.
         """
         if not self.read_only:
             # All that a hit writes: it needs no lock, and eviction and `names` look at it.
@@ -141,7 +143,13 @@ class DiskStore:
         Args:
             nbytes (`int`): bytes of its tensors.
         """
-        if self.read_only or (self.max_disk_bytes is not None and nbytes > self.max_disk_bytes):
+        if self.read_only:
+            return False
+        if self.max_disk_bytes is not None and nbytes > self.max_disk_bytes:
+            if self.max_disk_bytes:  # 0 is how to store nothing
+                sizes = f"An entry of {nbytes:,} bytes is larger than max_disk_bytes ({self.max_disk_bytes:,})"
+                advice = "raise max_disk_bytes (VLCACHE_MAX_DISK_BYTES), or send smaller images"
+                self._troubles.warn_once("entry too large", f"{sizes} and is not kept on disk: {advice}.")
             return False
         return not self.min_free_bytes or free_bytes(self.cache_dir) - nbytes >= self.min_free_bytes
 
@@ -158,9 +166,7 @@ class DiskStore:
         Stores an entry, in place of one of the same key. It becomes visible at once, when it is complete.
 
         Args:
-            kind (`str`): `"kv"` or `"vit"`.
-            group (`str`): 64 lowercase hexadecimal characters.
-            name (`str`): 64 lowercase hexadecimal characters.
+            kind, group, name (`str`): as for `get`.
             tensors (`dict[str, torch.Tensor]`): on the CPU, of any shape, stride, and real dtype.
             fields (`dict[str, str]`): kept beside them in the header of the file.
             max_in_group (`int`, *optional*): the least recently used entries of the group above this number go.
@@ -188,9 +194,7 @@ class DiskStore:
         Removes an entry, if it is there.
 
         Args:
-            kind (`str`): `"kv"` or `"vit"`.
-            group (`str`): 64 lowercase hexadecimal characters.
-            name (`str`): 64 lowercase hexadecimal characters.
+            kind, group, name (`str`): as for `get`.
 
         Raises:
             `ValueError`: for a malformed key.
@@ -253,21 +257,29 @@ class DiskStore:
 
     def _put(self, kind: str, group: str, name: str, tensors: dict[str, torch.Tensor], fields: dict[str, str]) -> int:
         layout = lay_out(kind, group, name, tensors, fields)
-        size = layout.size
-        if not self.accepts(size) or not self._index.make_room(size):
+        if not self.accepts(layout.size):
             return 0
-        temporary = self.cache_dir / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}.tmp"
+        key = entry_key(kind, group, name)
         try:
-            write_entry(temporary, layout)
-            now = stamp()
-            os.utime(temporary, ns=(now, now))
-            return size if self._index.publish(temporary, entry_key(kind, group, name)) else 0
-        except NonFiniteError:
-            logger.debug("an entry with NaN or infinite values is not stored")
+            return self._write(key, layout)
+        except (OSError, IndexUnavailable) as exc:
+            if not is_full(exc) or not self._index.evict(layout.size):
+                raise
+        return self._write(key, layout)  # only once more: others may fill the disk as fast as this empties it
+
+    def _write(self, key: str, layout: Layout) -> int:
+        if not self._index.make_room(layout.size):
             return 0
-        finally:
-            with contextlib.suppress(OSError):  # also when the user interrupts; gone when it was published
-                os.unlink(temporary)
+        with temporary_file(self.cache_dir) as temporary:
+            try:
+                with temporary.open() as file:
+                    write_entry(file, layout)
+            except NonFiniteError:
+                logger.debug("an entry with NaN or infinite values is not stored")
+                return 0
+            now = stamp()
+            os.utime(temporary.path, ns=(now, now))
+            return layout.size if self._index.publish(temporary.path, key) else 0
 
     def _has_index(self) -> bool:
         return os.path.isdir(self.cache_dir / "index")  # `Path.is_dir` raises where permission is denied
@@ -275,24 +287,13 @@ class DiskStore:
     def _guard(self, trouble: str, operation: Callable[[], T], otherwise: T) -> T:
         try:
             return operation()
+        except CapClosedError as exc:
+            self._fault("has no room because of files that killed writers left", exc, advice=_WAIT)
         except IndexUnavailable as exc:
             self._fault("could not use its index", exc)
         except Exception as exc:
             self._fault(trouble, exc)
         return otherwise
 
-    def _fault(self, trouble: str, exc: Exception, path: Path | None = None) -> None:
-        with self._faults_lock:
-            self.faults += 1
-            first = trouble not in self._warned
-            self._warned.add(trouble)
-        if first:
-            where = path or self.cache_dir
-            logger.warning(
-                "The VLCache store %s (%s: %s: %s); going on without. If the folder cannot be used, set cache_dir or "
-                "VLCACHE_DIR to one that can.",
-                trouble,
-                where,
-                type(exc).__name__,
-                exc,
-            )
+    def _fault(self, trouble: str, exc: Exception, path: Path | None = None, advice: str = _USE_ANOTHER) -> None:
+        self._troubles.fault(trouble, path or self.cache_dir, exc, advice)

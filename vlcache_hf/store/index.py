@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import diskcache
-from diskcache.core import DBNAME, MODE_BINARY, MODE_RAW
+from diskcache.core import DBNAME
 
 from .backend import MARK_PREFIX, SETTINGS, TIMEOUT_S, EntryCache, EntryDisk
-from .paths import is_entry_key, private_dirs, reclaim_orphans, remove_entry_file, temporary_bytes, walk_entries
+from .eviction import Eviction
+from .paths import private_dirs, remove_entry_file
+from .reconcile import has_unknown_version, reconcile
+from .temporary import reclaim_orphans, temporary_bytes
 
 T = TypeVar("T")
 
@@ -48,6 +51,10 @@ class IndexUnavailable(Exception):
     """The index cannot be used now (locked, read-only, not a database, no space); another time it may."""
 
 
+class CapClosedError(IndexUnavailable):
+    """What killed writers left behind takes the room, and cannot be removed yet."""
+
+
 class Index:
     """
     Accounting of the entries below one directory, shared with other threads and processes. Opens at its first use.
@@ -57,7 +64,7 @@ class Index:
         cap (`int`, *optional*): bytes that all entries and temporary files may take together; `None` for no limit.
         on_rebuild (`Callable[[Exception], None]`): told why, when a broken index is replaced.
 
-    All methods raise `IndexUnavailable` when the index cannot be used now.
+    All methods raise `IndexUnavailable` when the index cannot be used now, and those that make room `CapClosedError`.
     """
 
     def __init__(self, root: Path, cap: int | None, on_rebuild: Callable[[Exception], None]):
@@ -78,6 +85,16 @@ class Index:
             private_dirs(self._root, "tmp")
             with cache.transact():
                 return self._make_room(cache, nbytes)
+
+        return self._run(operation)
+
+    def evict(self, nbytes: int) -> bool:
+        """Evicts entries of `nbytes` bytes together, or all, although the cap allows them. Returns `False` when there
+        were none."""
+
+        def operation(cache: EntryCache) -> bool:
+            with cache.transact():
+                return Eviction(cache, self._root, cap=cache.reset("size")).evict(nbytes)
 
         return self._run(operation)
 
@@ -106,10 +123,10 @@ class Index:
                     placed = self._make_room(cache, 0)  # the temporary file itself is counted already
                     if placed:
                         self._place(temporary, key)
-                        counted = cache.reset("size")
-                        cache.set(key, None)
+                        counted, info = cache.reset("size"), os.stat(path)
+                        cache.add(key, info.st_mtime)
                         # triggers in the database count: a flipped byte there would lift the cap in silence
-                        if cache.reset("size") - counted != os.stat(path).st_size:
+                        if cache.reset("size") - counted != info.st_size:
                             raise sqlite3.DatabaseError("the index does not count what is stored")
                     else:
                         remove_entry_file(self._root, key)
@@ -127,7 +144,7 @@ class Index:
         self._run(lambda cache: cache.delete(key))
 
     def mark(self, key: str) -> None:
-        """Remembers `key` for 30 days, or until the entries that were in use at this time are evicted."""
+        """Remembers `key` for 30 days, or until the entries that were stored at this time are evicted."""
         if not self._paused():
             self._run(lambda cache: cache.set(MARK_PREFIX + key, 1, expire=MARK_SECONDS))
 
@@ -185,9 +202,9 @@ class Index:
     def _open(self) -> EntryCache:
         if self._cache is not None:
             with contextlib.suppress(OSError):
-                if _file_id(self._database) == self._opened:
+                if _file_id(self._database) == self._opened and not has_unknown_version(self._database):
                     return self._cache
-            self._close()  # someone removed or replaced the database
+            self._close()  # someone removed, replaced or damaged the database
         private_dirs(self._root, "index")
         private_dirs(self._root, "tmp")
         if self._broken is None:
@@ -211,6 +228,8 @@ class Index:
         # An empty file is an empty database: SQLite would create it readable by others.
         os.close(os.open(self._database, os.O_RDWR | os.O_CREAT, 0o600))
         opened = _file_id(self._database)
+        if has_unknown_version(self._database):
+            raise sqlite3.DatabaseError("its header names an unknown version")
         with contextlib.closing(sqlite3.connect(self._database, TIMEOUT_S, isolation_level=None)) as probe:
             probe.execute("BEGIN IMMEDIATE")  # one wait, where diskcache would wait for each of its statements
             probe.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
@@ -219,7 +238,7 @@ class Index:
         try:
             reclaim_orphans(self._root)
             cache.expire()
-            self._reconcile(cache)
+            reconcile(cache, self._root)
         except BaseException:
             # A COMMIT that fails leaves its transaction open: the lock would be held until the garbage is collected.
             with contextlib.suppress(sqlite3.Error):
@@ -235,57 +254,21 @@ class Index:
             with contextlib.suppress(sqlite3.Error):
                 cache.close()
 
-    def _reconcile(self, cache: EntryCache) -> None:
-        """Drops rows that this store did not write, or that have no file, and adds files that have no row: all of them
-        after a rebuild, else those of a writer that was killed between the two."""
-        with cache.transact():
-            cache._sql("DELETE FROM Cache WHERE raw != 1 OR mode NOT IN (?, ?)", (MODE_BINARY, MODE_RAW))
-            known = {key for (key,) in cache._sql("SELECT key FROM Cache")}
-            present = set(walk_entries(self._root))
-            cache._con.executemany(
-                "DELETE FROM Cache WHERE key = ?",
-                [(key,) for key in known if is_entry_key(key) and key not in present],
-            )
-            for key in present:
-                if key not in known:
-                    with contextlib.suppress(FileNotFoundError):
-                        used = os.stat(self._root / key).st_mtime
-                        cache.set(key, None)
-                        cache._sql("UPDATE Cache SET access_time = ? WHERE key = ?", (used, key))
-            (total,) = cache._sql("SELECT COALESCE(SUM(size), 0) FROM Cache").fetchone()
-            if cache.reset("size") != total:
-                raise ValueError(f"the index counts {cache.reset('size')!r} bytes for entries of {total!r}")
-
     def _make_room(self, cache: EntryCache, nbytes: int) -> bool:
         if self._cap is None:
             return True
         cache.temporary = nbytes + temporary_bytes(self._root)
+        orphans = 0
         if cache.volume() > self._cap:
-            reclaim_orphans(self._root)  # this process may have opened the index long ago
+            orphans = reclaim_orphans(self._root)  # this process may have opened the index long ago
             cache.temporary = nbytes + temporary_bytes(self._root)
         if cache.temporary > self._cap:
+            if cache.temporary - orphans <= self._cap:
+                raise CapClosedError(f"{orphans} of {self._cap} bytes, until they are safe to remove")
             return False
-        cache.size_limit = self._cap
-        moved = set()
-        while cache.volume() > self._cap:
-            row = cache._sql("SELECT key, access_time FROM Cache ORDER BY access_time LIMIT 1").fetchone()
-            if row is None:
-                raise sqlite3.DatabaseError("the index counts bytes of entries that it does not have")
-            key, known = row
-            # A hit only sets the file's time, which needs no lock. The order is put right here, where it matters.
-            used = self._last_use(key)
-            if used > (known or 0) and key not in moved:
-                moved.add(key)
-                cache._sql("UPDATE Cache SET access_time = ? WHERE key = ?", (used, key))
-            else:
-                cache.cull_one()
+        if cache.volume() > self._cap:
+            Eviction(cache, self._root, self._cap).make_room()
         return True
-
-    def _last_use(self, key: object) -> float:
-        if isinstance(key, str) and is_entry_key(key):
-            with contextlib.suppress(OSError):
-                return os.stat(self._root / key).st_mtime
-        return 0.0
 
     def _place(self, temporary: Path, key: str) -> None:
         for attempt in range(3):

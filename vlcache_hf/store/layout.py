@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -77,36 +75,34 @@ def lay_out(kind: str, group: str, name: str, tensors: dict[str, torch.Tensor], 
     return layout
 
 
-def write_entry(path: Path, layout: Layout) -> None:
+def write_entry(file: BinaryIO, layout: Layout) -> None:
     """
-    Writes a new file that only its owner can read. The caller removes it when this raises.
+    Writes the file of an entry.
 
     Args:
-        path (`Path`): must not exist.
+        file (`BinaryIO`): new and empty.
         layout (`Layout`): from `lay_out`; its header gets the checksums, which are made in the same pass.
 
     Raises:
         `NonFiniteError`: when a value is NaN or infinite.
         `OSError`: when the file cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(layout.start_of_file())
-        for key, tensor in layout.tensors.items():
-            sums = BlockSums()
-            for chunk in _chunks(tensor.detach()):
-                if chunk.is_floating_point() and not _finite(chunk):
-                    raise NonFiniteError
-                # One element may claim any stride and still count as contiguous, except for a view as bytes.
-                flat = chunk.as_strided(chunk.shape, (1,))
-                data = flat.view(torch.uint8).numpy().data
-                sums.update(data)
-                file.write(data)
-            layout.header["__metadata__"][SUMS + key] = sums.hex()
-        specs = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in layout.tensors.items()}
-        layout.header["__metadata__"][HEAD] = head_sum(layout.header["__metadata__"], specs)
-        file.seek(0)
-        file.write(layout.start_of_file())
+    file.write(layout.start_of_file())
+    for key, tensor in layout.tensors.items():
+        sums = BlockSums()
+        for chunk in _chunks(tensor.detach()):
+            if chunk.is_floating_point() and not _finite(chunk):
+                raise NonFiniteError
+            # One element may claim any stride and still count as contiguous, except for a view as bytes.
+            flat = chunk.as_strided(chunk.shape, (1,))
+            data = flat.view(torch.uint8).numpy().data
+            sums.update(data)
+            file.write(data)
+        layout.header["__metadata__"][SUMS + key] = sums.hex()
+    specs = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in layout.tensors.items()}
+    layout.header["__metadata__"][HEAD] = head_sum(layout.header["__metadata__"], specs)
+    file.seek(0)
+    file.write(layout.start_of_file())
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

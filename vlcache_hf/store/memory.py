@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from .base import Store, StoredEntry
 from .entry import StoreReadError
+from .forks import renew_in_children
 from .layer import TierOver
+from .policy import protected_goes_first
 
 Key = tuple[str, str, str]
 
@@ -63,23 +67,40 @@ def in_memory(entry: StoredEntry) -> MemoryEntry:
     return MemoryEntry(tensors, dict(entry.fields))
 
 
+@dataclass
+class _Kept:
+    entry: MemoryEntry
+    used: float
+
+
 class RamTier(TierOver):
     """Keeps recently used entries in memory, in front of another tier.
 
     What is stored stays as it is, without a copy. What is read from below is copied at its second use, so that images
-    that come once leave nothing here.
+    that come once leave nothing here, and what is stored once makes room before what was used again.
 
     Args:
         below (`Store`): the next tier.
-        max_bytes (`int`): bytes that the tensors may take together; least recently used entries go first.
+        max_bytes (`int`): bytes that the tensors may take together.
+        clock (`Callable[[], float]`, *optional*): seconds that never go back.
     """
 
-    def __init__(self, below: Store, max_bytes: int) -> None:
+    def __init__(self, below: Store, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(below, max_bytes)
+        self._clock = clock
+        self._start_over()
+        renew_in_children(self)
+
+    def _start_over(self) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Key, MemoryEntry] = OrderedDict()
+        self._probation: OrderedDict[Key, _Kept] = OrderedDict()  # least recently used first, as in the next one
+        self._protected: OrderedDict[Key, _Kept] = OrderedDict()
         self._used_once: OrderedDict[Key, None] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._probation_bytes = 0
+
+    def after_fork(self) -> None:
+        if self._lock.locked():
+            self._start_over()  # another thread was changing what it guards
 
     @property
     def dropped(self) -> int:
@@ -93,12 +114,12 @@ class RamTier(TierOver):
     def get(self, kind: str, group: str, name: str) -> StoredEntry | None:
         key = (kind, group, name)
         with self._lock:
-            known = self._entries.get(key)
-            if known is not None:
-                self._entries.move_to_end(key)
-        if known is not None:
+            kept = self._take(key)
+            if kept is not None:
+                self._protect(key, kept.entry)
+        if kept is not None:
             self.touch(kind, group, name)  # else what is used most would be the first to leave the disk
-            return known
+            return kept.entry
         entry = self.below.get(kind, group, name)
         if entry is None or not self._second_use(key):
             return entry
@@ -106,7 +127,11 @@ class RamTier(TierOver):
             copy = in_memory(entry)
         except StoreReadError:
             return entry  # whoever reads it next finds out, and knows what to do
-        self._keep(key, copy)
+        if copy.nbytes <= self.max_bytes:
+            with self._lock:
+                self._take(key)
+                self._make_room(copy.nbytes)
+                self._protect(key, copy)
         return copy
 
     def names(self, kind: str, group: str) -> list[str]:
@@ -123,11 +148,19 @@ class RamTier(TierOver):
     ) -> int:
         written = self.below.put(kind, group, name, tensors, fields, max_in_group)
         if written:
-            self._keep((kind, group, name), MemoryEntry(dict(tensors), dict(fields)))
+            key, entry = (kind, group, name), MemoryEntry(dict(tensors), dict(fields))
+            with self._lock:
+                self._take(key)
+                if entry.nbytes <= self.max_bytes:
+                    self._make_room(entry.nbytes)
+                    self._probation[key] = _Kept(entry, self._clock())
+                    self._bytes += entry.nbytes
+                    self._probation_bytes += entry.nbytes
         return written
 
     def discard(self, kind: str, group: str, name: str) -> None:
-        self._drop((kind, group, name))
+        with self._lock:
+            self._take((kind, group, name))
         self.below.discard(kind, group, name)
 
     def nbytes(self) -> int:
@@ -135,9 +168,10 @@ class RamTier(TierOver):
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            self._probation.clear()
+            self._protected.clear()
             self._used_once.clear()
-            self._bytes = 0
+            self._bytes = self._probation_bytes = 0
         self.below.clear()
 
     def flush(self) -> None:
@@ -156,18 +190,33 @@ class RamTier(TierOver):
                 self._used_once.popitem(last=False)
             return False
 
-    def _keep(self, key: Key, entry: MemoryEntry) -> None:
-        if entry.nbytes > self.max_bytes:
-            return
-        self._drop(key)
-        with self._lock:
-            self._entries[key] = entry
-            self._bytes += entry.nbytes
-            while self._bytes > self.max_bytes:
-                _, old = self._entries.popitem(last=False)
-                self._bytes -= old.nbytes
+    # --- called under the lock
 
-    def _drop(self, key: Key) -> None:
-        with self._lock:
-            old = self._entries.pop(key, None)
-            self._bytes -= 0 if old is None else old.nbytes
+    def _take(self, key: Key) -> _Kept | None:
+        kept = self._probation.pop(key, None)
+        if kept is not None:
+            self._probation_bytes -= kept.entry.nbytes
+        else:
+            kept = self._protected.pop(key, None)
+        if kept is not None:
+            self._bytes -= kept.entry.nbytes
+        return kept
+
+    def _protect(self, key: Key, entry: MemoryEntry) -> None:
+        self._protected[key] = _Kept(entry, self._clock())
+        self._bytes += entry.nbytes
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._bytes + nbytes > self.max_bytes:
+            first = next(iter(self._probation.items()), None)
+            protected = next(iter(self._protected.items()), None)
+            if protected_goes_first(
+                self._probation_bytes,
+                self.max_bytes,
+                first and first[1].used,
+                protected and protected[1].used,
+                self._clock(),
+            ):
+                first = protected
+            assert first is not None  # what is not there takes no bytes
+            self._take(first[0])

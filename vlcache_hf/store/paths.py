@@ -1,6 +1,7 @@
 """Names and places of what the store keeps on disk."""
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".safetensors"
-ORPHAN_SECONDS = 3600
+ORPHAN_SECONDS = 3600  # without a write, until a temporary file counts as left behind where no lock can tell
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEY = re.compile(r"(?:kv|vit)/([0-9a-f]{2})/(\1[0-9a-f]{62})/([0-9a-f]{64})\.safetensors")
 _last_stamp = 0
@@ -98,35 +99,17 @@ def _listdir(folder: Path) -> list[str]:
         return []
 
 
-def temporary_bytes(root: Path) -> int:
-    """Bytes of the files being written, or left behind, by all processes. Raises `OSError` without their folder."""
-    total = 0
-    with os.scandir(root / "tmp") as files:
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += file.stat(follow_symlinks=False).st_size
-    return total
-
-
-def reclaim_orphans(root: Path) -> None:
-    """Removes temporary files whose writer is gone: a live one sets the time of its file with each write."""
-    with os.scandir(root / "tmp") as files:
-        for file in files:
-            with contextlib.suppress(OSError):
-                if file.stat(follow_symlinks=False).st_mtime >= time.time() - ORPHAN_SECONDS:
-                    continue
-                if file.is_dir(follow_symlinks=False):
-                    shutil.rmtree(file.path, ignore_errors=True)
-                else:
-                    os.unlink(file.path)
-
-
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be. 0 when that cannot be told."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
     return 0
+
+
+def is_full(exc: Exception) -> bool:
+    """Whether an error of the system, or of SQLite, says that no space is left, or none for this user."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(exc, OSError) else "is full" in str(exc)
 
 
 def stamp() -> int:
