@@ -30,8 +30,9 @@ class _Deprecations(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        # assisted generation warns of the way it calls `generate` itself
-        if "deprecat" in message.lower() and not message.startswith("Passing `generation_config` together with"):
+        # assisted generation warns of the way it calls `generate` itself, and loading of torchvision's decoder
+        own = ("Passing `generation_config` together with", "Image decoding with `torchvision` is deprecated")
+        if "deprecat" in message.lower() and not message.startswith(own):
             self.messages.append(message)
 
 

@@ -98,7 +98,8 @@ class VLCacheConfig:
             Where entries are kept. Defaults to `$VLCACHE_DIR`, else `$HF_HOME/vlcache`. The folder is created private
             (0700) at the first write. The URL of a server (see `remote`) means that server, and the default folder.
         max_disk_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_DISK_BYTES` or 64 GiB):
-            Cap on the bytes of all entries in `cache_dir`; least recently used entries go first. `None` is no cap.
+            Cap on the bytes of all entries in `cache_dir`. Entries never used again since they were stored go first,
+            then the least recently used; a use protects for a day. `None` is no cap.
         schedule (`str`, `float`, `os.PathLike` or `RecomputeSchedule`, *optional*, defaults to `"auto"`):
             How many of the first tokens of a reused image each layer recomputes. A float is a uniform ratio, a path is
             a `vlcache_schedule.json` or a folder with one, `"auto"` takes the file shipped for the model and else a
@@ -123,8 +124,8 @@ class VLCacheConfig:
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
             Serve hits, write nothing.
         max_ram_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_RAM_BYTES` or 2 GiB):
-            Bytes of recently used entries that stay in memory, pinned where there is CUDA. As many may wait to be
-            written. 0 keeps none.
+            Bytes of recently used entries that stay in memory, pinned where there is CUDA. As many, and at
+            least 256 MiB, may wait to be written. 0 keeps none.
         write_behind (`bool`, *optional*, defaults to `$VLCACHE_WRITE_BEHIND` or `True`):
             Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):

@@ -10,6 +10,7 @@ import torch
 from .admission import Admission
 from .features import FeatureSource, ImageFeatures, SourceImage, VisionTower
 from .keys import ModelKeys, pixel_digest
+from .lazy import LazyPixels
 from .options import Options
 from .records import ImageRecord, RequestRecord
 
@@ -50,14 +51,15 @@ class EncodedImages:
         distinct: dict[str, int] = {}
         images: list[SourceImage] = []
         order, start = [], 0
-        for grid in grids.tolist():
+        lazy = pixels if isinstance(pixels, LazyPixels) and pixels.grids == grids.tolist() else None
+        for index, grid in enumerate(grids.tolist()):
             patches = slice(start, start + grid[0] * grid[1] * grid[2])
             start = patches.stop
             with record.timed("hashing"):
-                key = keys.image(pixel_digest(pixels[patches], grid))
+                key = keys.image(pixel_digest(pixels[patches], grid) if lazy is None else lazy.digest(index))
             if key not in distinct:
                 distinct[key] = len(images)
-                images.append(SourceImage(key, tuple(grid), (patches.stop - patches.start) // merge, patches))
+                images.append(SourceImage(key, tuple(grid), (patches.stop - patches.start) // merge, patches, index))
             order.append(distinct[key])
         self.owner = owner
         self.keys = keys

@@ -10,6 +10,7 @@ import torch
 
 from .admission import Admission
 from .hooks import HookChangesValues
+from .lazy import LazyPixels
 from .options import Options
 from .records import RequestRecord
 from .store import StoredEntry, StoreReadError
@@ -72,6 +73,7 @@ class SourceImage:
         grid (`tuple[int, ...]`): its `image_grid_thw` row.
         tokens (`int`): number of its tokens.
         patches (`slice`): its rows of `pixel_values`.
+        index (`int`): which of the request's images it is, the first time.
         source (`str`): where its features came from so far: `"hit"`, `"miss"` or `"skipped"`.
     """
 
@@ -79,6 +81,7 @@ class SourceImage:
     grid: tuple[int, ...]
     tokens: int
     patches: slice
+    index: int = 0
     source: str = "skipped"
     features: ImageFeatures | None = None
     entry: StoredEntry | None = None
@@ -203,15 +206,16 @@ class FeatureSource:
         return ImageFeatures(parts[0], parts[1:])
 
     def _compute(self, missing: list[SourceImage], record: RequestRecord) -> None:
-        pixels = self.pixels
-        if sum(image.patches.stop - image.patches.start for image in missing) != len(pixels):
-            pixels = torch.cat([pixels[image.patches] for image in missing])
+        pixels = self._patches(missing)
         grids = torch.tensor([image.grid for image in missing], dtype=self.grids.dtype, device=self.grids.device)
         try:
+            if not self.altered and self._changed(missing):
+                raise HookChangesValues
             with record.timed("vision"):
                 output = self.tower(pixels, grids, not self.altered)
         except HookChangesValues:
-            # as stock would have them, for this request only: no entry is used, and nothing is stored
+            # as stock would have them, for this request only: no entry is used, and nothing is stored. The same where
+            # pixels are not those that their record promised: the keys of this request belong to others
             self.altered = True
             self._pending.clear()
             for image in self.images:
@@ -224,3 +228,16 @@ class FeatureSource:
             image.source = "miss"
         if not self.altered:
             self._pending += missing
+
+    def _patches(self, images: Sequence[SourceImage]) -> torch.Tensor:
+        """Patches of some images; of pixels that are still to be computed only these are."""
+        pixels = self.pixels
+        if isinstance(pixels, LazyPixels) and pixels.grids is not None:
+            return torch.cat([pixels.patches(image.index) for image in images])
+        if sum(image.patches.stop - image.patches.start for image in images) == len(pixels):
+            return pixels
+        return torch.cat([pixels[image.patches] for image in images])
+
+    def _changed(self, images: Sequence[SourceImage]) -> bool:
+        pixels = self.pixels
+        return isinstance(pixels, LazyPixels) and any(pixels.changed(image.index) for image in images)

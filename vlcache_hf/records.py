@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+from .store.forks import renew_in_children
+
 
 @dataclass
 class ImageRecord:
@@ -166,8 +168,13 @@ class StatsCounter:
     """Adds requests up; safe to share between threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.after_fork()
+        renew_in_children(self)
         self._total = Stats()
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held the lock, which nobody would release here."""
+        self._lock = threading.Lock()
 
     def vision_call(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ import torch
 
 from servers import answering
 from vlcache_hf import VLCacheConfig
-from vlcache_hf.runtime import open_store
+from vlcache_hf.runtime import MIN_QUEUE_BYTES, open_store
 from vlcache_hf.store import RemoteStore, StoreReadError, Tiered
 from vlcache_hf.store.entry import DTYPES, BadEntryError
 from vlcache_hf.store.remote_entry import Description, decode_description, pack, sealed
@@ -659,7 +659,7 @@ def test_config(tmp_path, monkeypatch):
 def test_the_store_of_a_config(tmp_path):
     config = VLCacheConfig(cache_dir=tmp_path / "c", remote="redis://127.0.0.1:1", write_behind=True)
     store = open_store(config)
-    assert isinstance(store.below, Tiered) and store.below.queue_bytes == config.max_ram_bytes
+    assert isinstance(store.below, Tiered) and store.below.queue_bytes == max(config.max_ram_bytes, MIN_QUEUE_BYTES)
     assert store.below.remote.ttl_s == 7 * 24 * 3600
     assert open_store(VLCacheConfig(cache_dir=tmp_path, remote="redis://h", read_only=True)).remote.read_only
     assert not (tmp_path / "c").exists()

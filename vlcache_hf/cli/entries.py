@@ -7,7 +7,6 @@ import json
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +158,7 @@ def temporary_files(root: Path) -> list[tuple[Path, int, float]]:
 
 
 def orphans(root: Path) -> list[tuple[Path, int, float]]:
-    """The temporary files whose writer is gone: a living one sets the time of its file with each write."""
-    from ..store.paths import ORPHAN_SECONDS
+    """The temporary files whose writer is gone: a living one holds a lock of its file."""
+    from ..store.temporary import is_orphan
 
-    return [file for file in temporary_files(root) if file[2] < time.time() - ORPHAN_SECONDS]
+    return [file for file in temporary_files(root) if is_orphan(file[0])]

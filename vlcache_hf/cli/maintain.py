@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..store.paths import KINDS
 from .common import Misuse, common_options, note, plural, print_json
 from .entries import Found, orphans, scan
 from .remove import remove, report_left
 from .server import Seen, exit_if, look, server_option
-from .tables import KINDS, AnyEntry
+from .tables import AnyEntry
 from .units import Age, Size, printable, size_text, time_json, time_text
 
 if TYPE_CHECKING:
@@ -110,7 +111,11 @@ def _remove_file(path: Path) -> None:
 @click.command()
 @common_options
 @server_option
-@click.option("--kind", type=click.Choice(KINDS), help="Only keys and values, or only what the vision tower made.")
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    help="Only KV, features, or what is known of files.",
+)
 @click.option("--server", "with_server", is_flag=True, help="Remove those of the server too: all machines lose them.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(

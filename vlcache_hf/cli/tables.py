@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from ..store.paths import KINDS
 from .common import plural
 from .entries import Details, Found
 from .units import printable, size_text, time_json, time_text
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 AnyEntry: TypeAlias = "Found | Listed"
 
-KINDS = ("kv", "vit")
 # digits of the digests in a table: enough to tell entries apart, --json has them in full
 _DIGITS = 8
 _MODEL_WIDTH = 40

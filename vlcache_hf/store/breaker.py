@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from .forks import renew_in_children
+
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 _RECOVERY = 0.1  # seconds of patience that come back in each second
@@ -29,13 +31,18 @@ class Breaker:
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
         self.patience_s = patience_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self.after_fork()
+        renew_in_children(self)
         self._patience = patience_s
         self._refilled = clock()
         self._backoff = FIRST_BACKOFF_S
         self._until: float | None = None  # None while closed
         self._closed_at = clock() - MAX_BACKOFF_S
         self._probing = False
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held the lock, which nobody would release here."""
+        self._lock = threading.Lock()
 
     @property
     def state(self) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".safetensors"
+# keys and values, features, and what is known of images before they are processed
+KINDS = ("kv", "vit", "src")
 ORPHAN_SECONDS = 3600  # without a write, until a temporary file counts as left behind where no lock can tell
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_KEY = re.compile(r"(?:kv|vit)/([0-9a-f]{2})/(\1[0-9a-f]{62})/([0-9a-f]{64})\.safetensors")
+_KEY = re.compile(r"(?:kv|vit|src)/([0-9a-f]{2})/(\1[0-9a-f]{62})/([0-9a-f]{64})\.safetensors")
 _last_stamp = 0
 
 
@@ -21,7 +23,7 @@ def entry_key(kind: str, group: str, name: str) -> str:
     The key of an entry, which is also its path below the cache directory.
 
     Args:
-        kind (`str`): `"kv"` or `"vit"`.
+        kind (`str`): one of `KINDS`.
         group (`str`): 64 lowercase hexadecimal characters, for instance the digest of an image.
         name (`str`): 64 lowercase hexadecimal characters, for instance the digest of a context.
 
@@ -31,8 +33,8 @@ def entry_key(kind: str, group: str, name: str) -> str:
     Raises:
         `ValueError`: when one of them is something else, so that no key ever leaves the cache directory.
     """
-    if kind not in ("kv", "vit"):
-        raise ValueError(f"kind must be 'kv' or 'vit', got {kind!r}.")
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
     for label, value in (("group", group), ("name", name)):
         if not isinstance(value, str) or not _DIGEST.fullmatch(value):
             raise ValueError(f"{label} must be 64 lowercase hexadecimal characters, got {value!r}.")
@@ -83,7 +85,7 @@ def remove_entry_file(root: Path, key: str) -> None:
 
 def walk_entries(root: Path) -> Iterator[str]:
     """Keys of all entry files below `root`, in no order. Folders that cannot be read are skipped."""
-    for kind in ("kv", "vit"):
+    for kind in KINDS:
         for shard in _listdir(root / kind):
             for group in _listdir(root / kind / shard):
                 for file in _listdir(root / kind / shard / group):

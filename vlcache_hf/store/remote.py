@@ -14,6 +14,7 @@ import torch
 
 from .breaker import CircuitOpenError
 from .entry import BadEntryError, StoreReadError
+from .forks import renew_in_children
 from .layout import NonFiniteError
 from .remote_entry import MAX_DESCRIPTION_BYTES, MAX_ENTRY_BYTES, RemoteEntry, TensorSpec, decode_description
 from .remote_keys import META, TENSOR, all_keys, checked, digests, hash_key, names_key, parse_key, refresh
@@ -76,9 +77,14 @@ class RemoteStore:
         self.dropped = 0
         self._links = LinkPerProcess(url, timeout_s, clock)
         self._clock = clock
-        self._lock = threading.Lock()
+        self.after_fork()
+        renew_in_children(self)
         self._warned: set[str] = set()
         self._touched: OrderedDict[str, float] = OrderedDict()
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held the lock, which nobody would release here."""
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
         return type(self), self._args

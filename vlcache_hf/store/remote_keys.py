@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .paths import entry_key, is_digest
+from .paths import KINDS, entry_key, is_digest
 
 FORMAT = "2"
 PREFIX = f"vlcache:{FORMAT}:"  # versions with another format, on other machines, neither see nor remove our entries
@@ -41,7 +41,7 @@ def parse_key(key: bytes) -> tuple[str, str, str] | None:
     """Kind, group and name of the entry with this key, `None` when it is no key of an entry."""
     kind, _, rest = key.decode("ascii", "replace").removeprefix(PREFIX).partition(":{")
     group, _, name = rest.partition("}:")
-    return (kind, group, name) if kind in ("kv", "vit") and is_digest(group) and is_digest(name) else None
+    return (kind, group, name) if kind in KINDS and is_digest(group) and is_digest(name) else None
 
 
 def refresh(kind: str, group: str, name: str, ttl_s: int, *options: str) -> list[tuple[Any, ...]]:

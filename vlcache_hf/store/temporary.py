@@ -118,6 +118,23 @@ def reclaim_orphans(root: Path) -> int:
     return young
 
 
+def is_orphan(path: Path) -> bool:
+    """
+    Whether the writer of a temporary file is gone, as `reclaim_orphans` sees it.
+
+    Args:
+        path (`Path`): in the temporary folder.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        info = os.lstat(path)
+        age = time.time() - info.st_mtime
+        if stat.S_ISDIR(info.st_mode) or (not info.st_size and age <= GRACE_SECONDS):
+            return age > ORPHAN_SECONDS
+        locked = _try_lock(str(path), info, held)
+        return locked is not False and (age > ORPHAN_SECONDS or (bool(locked) and abs(age) > GRACE_SECONDS))
+    return False
+
+
 def _reclaim(path: str, info: os.stat_result, age: float) -> int:
     """Removes a file if it is an orphan; returns its bytes if it is one that has to wait."""
     with contextlib.ExitStack() as held:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from .breaker import Breaker
+from .forks import renew_in_children
 from .guard import Guard, UnfitReplyError, read_value
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
@@ -57,9 +58,14 @@ class Link:
         self.breaker = Breaker(timeout_s, clock)
         self._clock = clock
         self._grace = timeout_s / 50  # what an answer may take anyway
-        self._lock = threading.Lock()
+        self.after_fork()
+        renew_in_children(self)
         self._idle: list[Any] = []
         self._connection_class, self._settings = _settings(url)
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held the lock, which nobody would release here."""
+        self._lock = threading.Lock()
 
     def explain(self, error: BaseException) -> str:
         """An error for messages: one line of printable text without passwords, which a server may send back.
