@@ -1,9 +1,9 @@
 """What an image cache changes, on a CPU, in about two minutes: `python examples/demo.py` (or `make demo`).
 
-A small Qwen3-VL with RANDOM weights is asked about real photographs and documents. It understands nothing, so its
-answers are gibberish and not shown; what is real is the work that goes into them. Every request goes to the stock
-model and to the same checkpoint loaded with attn_implementation="vlcache": first with an empty cache, then after a
-restart. Exit status 1 if a hit does not happen or a lossless answer is not the stock model's.
+First a tiny trained model answers questions about handwritten digits. Then a larger Qwen3-VL with RANDOM weights is
+asked about real photographs and documents: it understands nothing, so its answers are gibberish and not shown; what is
+real is the work that goes into them. Every request goes to the stock model and to the same checkpoint loaded with
+attn_implementation="vlcache". Exit status 1 if a hit does not happen or a lossless answer is not the stock model's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+import demo_answers
 import offline
 from vlcache_hf import VLCacheConfig
 
@@ -219,10 +220,13 @@ def run(work: Path, args: argparse.Namespace) -> int:
     print((__doc__ or "").partition("\n\n")[2])
     offline.save_checkpoint(checkpoint, args.architecture, "tiny" if args.quick else "demo")
 
-    heading("1. An empty cache")
-    status = conclude(serve(checkpoint, cache, FIRST_SIGHT, args))
+    heading("1. Answers")
+    status = demo_answers.show(work / "answers")
 
-    heading("2. A new process, the same cache folder")
+    heading("2. Speed, from an empty cache")
+    status |= conclude(serve(checkpoint, cache, FIRST_SIGHT, args))
+
+    heading("3. A new process, the same cache folder")
     command = [sys.executable, __file__, "--restarted", "--work-dir", str(work), "--architecture", args.architecture]
     command += ["--schedule", str(args.schedule), "--new-tokens", str(args.new_tokens)]
     command += ["--quick"] if args.quick else []

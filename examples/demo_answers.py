@@ -1,0 +1,86 @@
+"""What a trained model answers, with the cache and without: `python examples/demo_answers.py`, first act of the demo.
+
+The model is `tiny_models/ordinary`: 2.2 million parameters, trained on grids of handwritten digits (real ones, from
+scikit-learn) up to 12 x 12. The pictures are held out; they go through the real processor, with the fast path.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import logging
+
+from tiny_models import tasks
+from tiny_models.grammar import conversation, question
+from tiny_models.pictures import digit_grids, generator
+from vlcache_hf import VLCacheConfig, attach_processor
+
+MODEL = Path(__file__).resolve().parent / "tiny_models" / "ordinary"
+GRIDS = (4, 8, 12)
+# the question behind the picture or in front of it, and what the cache makes of the picture then
+PROMPTS = (("digit", False, "miss"), ("color", False, "exact"), ("both", False, "exact"), ("digit", True, "reused"))
+
+
+def reply(model: Any, processor: Any, messages: list[Any]) -> str:
+    """The greedy answer to a chat."""
+    inputs = tasks.inputs(processor, messages)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def show(cache_dir: Path) -> int:
+    """Asks both models everything and prints a row for each question; returns the exit status."""
+    settings = VLCacheConfig(cache_dir=cache_dir, schedule=0.1)
+    processor = AutoProcessor.from_pretrained(MODEL)
+    fast = attach_processor(AutoProcessor.from_pretrained(MODEL), settings)
+    stock: Any = AutoModelForImageTextToText.from_pretrained(MODEL)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        MODEL, attn_implementation="vlcache", vlcache_config=settings
+    )
+    print(f"{'grid':<8}{'question':<52}{'KV':<8}{'truth':<10}{'stock':<10}vlcache\n" + "-" * 97)
+    problems, right, asked = [], [0, 0], 0
+    rng = generator("test", 0)
+    for size in GRIDS:
+        (grid,) = digit_grids(rng, 1, size, "test")
+        for kind, first, expected in PROMPTS:
+            turn = question(rng, grid, kind)
+            messages = conversation([grid], [turn], question_first=first)[:-1]
+            said = [reply(*pair, _shown(messages)) for pair in ((stock, processor), (model, fast))]
+            (record,) = model.vlcache.last_request.images
+            asked += 1
+            right = [count + (answer == turn[1]) for count, answer in zip(right, said)]
+            text = f"{turn[0]} [picture]" if first else f"[picture] {turn[0]}"
+            name = f"{size} x {size}"
+            print(f"{name:<8}{text:<52}{record.kv:<8}{turn[1]:<10}{said[0]:<10}{said[1]}")
+            if record.kv != expected:
+                problems.append(f"{text}: expected {expected}, got {record.kv}")
+            if record.kv != "reused" and said[0] != said[1]:
+                problems.append(f"{text}: {record.kv}, but the answer differs from stock")
+    print(f"\nRight: stock {right[0]} of {asked}, vlcache {right[1]} of {asked}.")
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    return 1 if problems or right[1] < asked - 2 else 0
+
+
+def _shown(messages: list[Any]) -> list[Any]:
+    """The chat with pictures as the processor takes them."""
+    return [
+        {
+            **message,
+            "content": [
+                {**part, "image": part["image"].image()} if part["type"] == "image" else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="vlcache-demo-") as folder:
+        sys.exit(show(Path(folder)))
