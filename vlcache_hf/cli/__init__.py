@@ -11,6 +11,7 @@ from __future__ import annotations
 import click
 
 from ..version import __version__
+from .audit import audit
 from .maintain import clear, prune
 from .show import info, ls
 from .verify import verify
@@ -29,5 +30,5 @@ def main() -> None:
     """
 
 
-for command in (info, ls, verify, prune, clear, warm):
+for command in (info, ls, verify, prune, clear, warm, audit):
     main.add_command(command)
