@@ -15,14 +15,19 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging
 
 from tiny_models import tasks
-from tiny_models.grammar import conversation, question
+from tiny_models.grammar import Kind, conversation, question
 from tiny_models.pictures import digit_grids, generator
 from vlcache_hf import VLCacheConfig, attach_processor
 
 MODEL = Path(__file__).resolve().parent / "tiny_models" / "ordinary"
 GRIDS = (4, 8, 12)
 # the question behind the picture or in front of it, and what the cache makes of the picture then
-PROMPTS = (("digit", False, "miss"), ("color", False, "exact"), ("both", False, "exact"), ("digit", True, "reused"))
+PROMPTS: tuple[tuple[Kind, bool, str], ...] = (
+    ("digit", False, "miss"),
+    ("color", False, "exact"),
+    ("both", False, "exact"),
+    ("digit", True, "reused"),
+)
 
 
 def reply(model: Any, processor: Any, messages: list[Any]) -> str:
