@@ -15,7 +15,7 @@ from .prompt import Prompt, PromptImage
 from .records import ImageRecord
 from .state import ImageUse
 from .store import StoredEntry
-from .watch import probe_counts
+from .watch import with_probe
 
 KIND = "kv"
 
@@ -139,19 +139,19 @@ def _hit(use: ImageUse, kind: str, found: _Found, recompute: tuple[Runs, ...]) -
     use.record.storage, use.record.storage_error = use.shape.storage, stored_error(found.entry.fields)
 
 
-def wanted_counts(options: Options, tokens: int) -> Sequence[int]:
-    """Tokens that each layer recomputes of a reused image.
+def guarded(options: Options, runs: tuple[Runs, ...], tokens: int) -> tuple[Runs, ...]:
+    """What is recomputed of a reused image: what the policy says, and the guard's sample.
 
     Args:
-        options (`Options`): schedule and guard.
+        options (`Options`): guard and settings.
+        runs (`tuple[Runs, ...]`): the policy's tokens at each layer.
         tokens (`int`): tokens of the image.
     """
-    counts: Sequence[int] = options.schedule.tokens(tokens)
-    return counts if options.config.guard == "off" else probe_counts(counts, tokens)
+    return runs if options.config.guard == "off" else with_probe(runs, tokens)
 
 
 def _recompute(options: Options, tokens: int) -> tuple[Runs, ...]:
-    return options.policy.runs(wanted_counts(options, tokens), tokens)
+    return guarded(options, options.policy.runs(options.schedule.tokens(tokens), tokens), tokens)
 
 
 def _fits(entry: StoredEntry, shape: KVShape, tokens: int) -> bool:

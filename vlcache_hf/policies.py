@@ -7,7 +7,7 @@ at the model's values first ("selective") compute all tokens in the first layers
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -139,17 +139,23 @@ def nested_runs(order: Sequence[int], counts: Sequence[int]) -> tuple[Runs, ...]
         order (sequence of `int`): all tokens, most important first.
         counts (sequence of `int`): tokens of each layer, non-increasing.
     """
-    known: dict[int, Runs] = {}
-    for count in counts:
-        if count not in known:
-            runs: list[tuple[int, int]] = []
-            for token in sorted(order[:count]):
-                if runs and runs[-1][1] == token:
-                    runs[-1] = (runs[-1][0], token + 1)
-                else:
-                    runs.append((token, token + 1))
-            known[count] = tuple(runs)
+    known = {count: merged_runs(order[:count]) for count in set(counts)}
     return tuple(known[count] for count in counts)
+
+
+def merged_runs(tokens: Iterable[int]) -> Runs:
+    """The runs of a set of tokens.
+
+    Args:
+        tokens (iterable of `int`): distinct tokens, in any order.
+    """
+    runs: list[tuple[int, int]] = []
+    for token in sorted(tokens):
+        if runs and runs[-1][1] == token:
+            runs[-1] = (runs[-1][0], token + 1)
+        else:
+            runs.append((token, token + 1))
+    return tuple(runs)
 
 
 POLICIES: dict[str, Callable[[], RecomputePolicy]] = {

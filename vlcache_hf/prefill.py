@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from .attention.segments import resolve
 from .cache import REQUEST, TAINT, PrefillCache
-from .decide import KIND, decide, remember, store_captured, wanted_counts
+from .decide import KIND, decide, guarded, remember, store_captured
 from .encoder import EncodedImages
 from .options import Options
 from .plan import ImageSpan, LayerPlan, plan_prefill
@@ -20,7 +20,7 @@ from .precision import KVShape
 from .prompt import NotServable, Prompt
 from .state import ImageUse, KVProjection, PrefillState
 from .store import StoreReadError
-from .watch import ContextMismatch, Watch, probe_layer
+from .watch import ContextMismatch, Watch, probe_layer, probe_tokens
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _forward(
         if layer < deepstack_levels:
             _add_deepstack(hidden, state.plan[layer + 1].visual, features, layer)
         if layer == watch.guard_layer:
-            _judge(request, watch.deviations(), sum(done.num_rows for done in plan[: layer + 1]))
+            _judge(request, watch.deviations(), sum(done.num_rows for done in state.plan[: layer + 1]))
         if watch.selects(layer):
             _select(watch, uses, options)
             hidden = state.replan(_plan(request, project), layer, hidden)
@@ -175,7 +175,8 @@ def _watch(options: Options, uses: list[ImageUse], layers: int) -> Watch:
     policy = options.policy
     # what is chosen behind the last layer comes too late
     selection = policy if isinstance(policy, LargestDeviation) and policy.layer < layers - 1 else None
-    return Watch(guard_layer, selection)
+    probes = {index: probe_tokens(use.image.length) for index, use in enumerate(uses) if use.kind == "reused"}
+    return Watch(guard_layer, selection, probes)
 
 
 def _judge(request: PrefillRequest, deviations: dict[int, float], rows: int) -> None:
@@ -204,8 +205,9 @@ def _select(watch: Watch, uses: list[ImageUse], options: Options) -> None:
     assert watch.selection is not None
     for index, use in enumerate(uses):
         if use.kind == "reused":
-            counts = wanted_counts(options, use.image.length)
-            use.recompute = watch.selection.chosen(watch.scores(index), counts)
+            counts = options.schedule.tokens(use.image.length)
+            chosen = watch.selection.chosen(watch.scores(index), counts)
+            use.recompute = guarded(options, chosen, use.image.length)
             use.count_recomputed()
 
 

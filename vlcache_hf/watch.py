@@ -6,30 +6,48 @@ from collections.abc import Sequence
 
 import torch
 
-from .policies import LargestDeviation
+from .plan import Runs
+from .policies import LargestDeviation, merged_runs
 
-# Rows of an image that are computed in the first layers as a sample, where the schedule computes fewer.
-PROBE_TOKENS = 8
+_TINY = torch.finfo(torch.float32).tiny
+
+# Tokens of an image that are computed up to the guard's layer as a sample, besides those of the schedule.
+PROBE_TOKENS = 16
 
 
 def probe_layer(num_layers: int) -> int:
-    """The last layer whose rows the guard looks at: deep enough for a context to show, early enough to turn back.
+    """The layer whose values the guard looks at: two thirds of the way up, since in lower layers an image may not have
+    met its context yet (measured in benchmarks/accuracy). Few rows get there, so turning back is cheap.
 
     Args:
         num_layers (`int`): decoder layers.
     """
-    return max(1, min(num_layers - 1, num_layers // 6 + 1))
+    return max(1, min(num_layers - 1, 2 * num_layers // 3))
 
 
-def probe_counts(counts: Sequence[int], tokens: int) -> list[int]:
-    """The tokens of each layer, with at least a sample up to the guard's layer.
+def probe_tokens(tokens: int) -> list[int]:
+    """The sample: tokens spread evenly over an image.
 
     Args:
-        counts (sequence of `int`): what the schedule computes.
         tokens (`int`): tokens of the image.
     """
-    last, least = probe_layer(len(counts)), min(PROBE_TOKENS, tokens)
-    return [max(count, least) if layer <= last else count for layer, count in enumerate(counts)]
+    count = min(PROBE_TOKENS, tokens)
+    return [(2 * index + 1) * tokens // (2 * count) for index in range(count)]
+
+
+def with_probe(runs: Sequence[Runs], tokens: int) -> tuple[Runs, ...]:
+    """Adds the sample to what is recomputed, up to the guard's layer.
+
+    Args:
+        runs (sequence of `Runs`): what a policy recomputes at each layer.
+        tokens (`int`): tokens of the image.
+    """
+    last, probe = probe_layer(len(runs)), set(probe_tokens(tokens))
+    known: dict[Runs, Runs] = {}
+    for layer_runs in runs[: last + 1]:
+        if layer_runs not in known:
+            known[layer_runs] = merged_runs(probe.union(*(range(a, b) for a, b in layer_runs)))
+    return (*(known[layer_runs] for layer_runs in runs[: last + 1]), *runs[last + 1 :])
 
 
 class ContextMismatch(Exception):
@@ -52,20 +70,27 @@ class Watch:
     Sums stay on their device until somebody asks, so that no layer waits for the host.
 
     Args:
-        guard_layer (`int`, *optional*): the last layer that the guard looks at; without one nothing is guarded.
+        guard_layer (`int`, *optional*): the layer that the guard looks at; without one nothing is guarded.
         selection (`LargestDeviation`, *optional*): a policy that chooses tokens by what is seen at its layer.
+        probes (`dict[int, list[int]]`, *optional*): the sampled tokens of every image that is guarded.
     """
 
-    def __init__(self, guard_layer: int | None, selection: LargestDeviation | None) -> None:
+    def __init__(
+        self,
+        guard_layer: int | None,
+        selection: LargestDeviation | None,
+        probes: dict[int, list[int]] | None = None,
+    ) -> None:
         self.guard_layer = guard_layer
         self.selection = selection
-        self._sums: dict[int, list[torch.Tensor]] = {}
+        self.probes = probes or {}
+        self._sums: dict[int, torch.Tensor] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
     def compares_kv(self, layer: int) -> bool:
-        """Whether keys and values of a layer are compared. Those of layer 0 never differ."""
-        guarded = self.guard_layer is not None and 1 <= layer <= self.guard_layer
-        return guarded or (self.selects(layer) and self.selection is not None and self.selection.by == "kv")
+        """Whether keys and values of a layer are compared."""
+        by_kv = self.selection is not None and self.selection.by == "kv"
+        return layer == self.guard_layer or (self.selects(layer) and by_kv)
 
     def compares_attention(self, layer: int) -> bool:
         """Whether the outputs of attention of a layer are compared."""
@@ -79,6 +104,7 @@ class Watch:
         self,
         layer: int,
         image: int,
+        start: int,
         computed: tuple[torch.Tensor, torch.Tensor],
         stored: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
@@ -87,18 +113,22 @@ class Watch:
         Args:
             layer (`int`): the layer.
             image (`int`): index of the image.
+            start (`int`): the image's token that the first row belongs to.
             computed, stored (`tuple` of two `torch.Tensor` of shape `(n, kv_heads, head_dim)`):
                 keys before RoPE, and values.
         """
-        scores = torch.zeros(len(computed[0]), device=computed[0].device)
-        for true, old in zip(computed, stored):
-            true = true.float()
-            difference = (true - old.float()).square().sum((1, 2))
-            whole = true.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-            scores += difference / whole
-            self._sums.setdefault(image, []).append(difference.sum() / whole)
+        if layer == self.guard_layer:
+            at = [token - start for token in self.probes[image] if start <= token < start + len(computed[1])]
+            if at:
+                true, old = computed[1][at].float(), stored[1][at].float()
+                sums = torch.stack([(true - old).square().sum(), true.square().sum()])
+                self._sums[image] = self._sums[image] + sums if image in self._sums else sums
         if self.selects(layer):
-            self._scores[image] = scores
+            shares = [
+                (true.float() - old.float()).square().sum((1, 2)) / true.float().square().sum().clamp_min(_TINY)
+                for true, old in zip(computed, stored)
+            ]
+            self._scores[image] = torch.stack(shares).sum(0)
 
     def add_attention(self, image: int, computed: torch.Tensor, stored: torch.Tensor) -> None:
         """Compares the outputs of attention of one image's tokens.
@@ -111,8 +141,8 @@ class Watch:
         self._scores[image] = (computed.float() - stored.float()).square().sum((1, 2))
 
     def deviations(self) -> dict[int, float]:
-        """`|computed - stored| / |computed|` of every compared image: the root of the mean over layers, K and V."""
-        return {image: float(torch.stack([s.cpu() for s in sums]).mean().sqrt()) for image, sums in self._sums.items()}
+        """`|computed - stored| / |computed|` of the sampled values of every compared image."""
+        return {image: float((sums[0] / sums[1].clamp_min(_TINY)).sqrt()) for image, sums in self._sums.items()}
 
     def scores(self, image: int) -> list[float]:
         """Scores of the tokens of an image, for the policy that selects."""
