@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlcache_hf import RecomputeSchedule
-from vlcache_hf.schedule import find_shipped, resolve_schedule, shipped_schedules
+from vlcache_hf.schedule import shipped_schedules
+
+SCHEDULES = Path(__file__).parent.parent / "schedules"
 
 
 def test_uniform():
@@ -95,30 +100,74 @@ def test_not_json_and_not_there(tmp_path):
         RecomputeSchedule.from_pretrained(path)
 
 
-def test_resolve(tmp_path, caplog):
-    assert resolve_schedule(0.3, "m", 2).ratios == (0.3, 0.3)
-    RecomputeSchedule((0.5, 0.25)).save_pretrained(tmp_path)
-    assert resolve_schedule(str(tmp_path), "m", 2).ratios == (0.5, 0.25)
-    with pytest.raises(ValueError, match="2 ratios but the model has 3"):
-        resolve_schedule(tmp_path, "m", 3)
-    with pytest.raises(ValueError, match="2 ratios but the model has 4"):
-        resolve_schedule(RecomputeSchedule((0.5, 0.25)), "m", 4)
-    with caplog.at_level(logging.WARNING):
-        assert resolve_schedule("auto", "someone/unknown", 2).ratios == (0.1, 0.1)
-    assert "someone/unknown" in caplog.text
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"calibrated": "false"}, "`calibrated` in .* must be a bool, got 'false'"),
+        ({"hidden_size": True}, "`hidden_size` in .* must be a int, got True"),
+        ({"budget": "0.1"}, "`budget` in .* must be a float, got '0.1'"),
+        ({"method": []}, "`method` in .* must be a dict"),
+        ({"model_id": 7}, "`model_id` in .* must be a str, got 7"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(tmp_path, change, message):
+    path = RecomputeSchedule.uniform(0.1, 2).save_pretrained(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        RecomputeSchedule.from_pretrained(path)
 
 
-def test_auto_takes_the_shipped_file(tmp_path, monkeypatch):
-    shipped = RecomputeSchedule((0.4, 0.2), model_id="org/Model-X")
-    (tmp_path / "Model-X.json").write_text(json.dumps(shipped.to_dict()))
-    monkeypatch.setattr("vlcache_hf.schedule.shipped_schedules", lambda: tmp_path)
-    assert find_shipped("other/Model-X") == shipped
-    assert resolve_schedule("auto", "org/Model-X", 2) == shipped
-    assert resolve_schedule("auto", "org/Model-X", 5).ratios == (0.1,) * 5
+def test_schedules_are_hashable():
+    one, other = (RecomputeSchedule((0.5, 0.1), method={"seed": seed}) for seed in (0, 1))
+    assert hash(one) == hash(other) and one != other
 
 
-def test_the_shipped_folder_exists_and_its_files_are_valid():
-    folder = shipped_schedules()
-    assert folder is not None
-    for file in folder.glob("*.json"):
-        assert RecomputeSchedule.from_pretrained(file).num_layers > 0
+def test_a_file_may_say_less():
+    assert RecomputeSchedule.from_dict({"version": 1, "ratios": [0.5, 0.1]}) == RecomputeSchedule((0.5, 0.1))
+
+
+# --- the shipped files
+
+
+def priors():
+    return runpy.run_path(str(SCHEDULES / "make_priors.py"))
+
+
+def test_the_files_are_what_the_script_makes():
+    made = priors()["files"]()
+    assert made
+    for name, content in made.items():
+        assert (SCHEDULES / name).read_text() == content, f"{name}: run python schedules/make_priors.py"
+
+
+@pytest.mark.parametrize("file", sorted(SCHEDULES.glob("*.json")), ids=lambda file: file.name)
+def test_every_shipped_file_serves_its_model(file):
+    schedule = RecomputeSchedule.from_pretrained(file)
+    assert schedule.model_id is not None
+    budget = re.search(r"\.b([\d.]+)$", file.stem)
+    assert file.stem.removesuffix(budget[0] if budget else "") == schedule.model_id.split("/")[-1]
+    if budget:
+        assert schedule.budget == float(budget[1])
+    assert schedule.budget is None or schedule.mean <= schedule.budget + 1e-9
+    assert schedule == RecomputeSchedule.from_pretrained(file.stem)
+
+
+@pytest.mark.parametrize("file", sorted(priors()["files"]()))
+def test_priors_spend_the_budget_on_the_first_layers(file):
+    schedule = RecomputeSchedule.from_pretrained(SCHEDULES / file)
+    ratios, third = schedule.ratios, -(-schedule.num_layers // 3)
+    assert not schedule.calibrated and schedule.method["name"] == "prior"
+    assert 0.97 * schedule.budget < schedule.mean <= schedule.budget + 1e-9
+    # layer 0 gains nothing by itself: what it recomputes is what layer 1 needs
+    assert ratios[0] == ratios[1] <= 0.3 and ratios[-1] == pytest.approx(schedule.budget / 5, abs=0.002)
+    assert sum(ratios[: third + 1]) > 0.6 * sum(ratios)
+    assert all(round(ratio * 500, 6) % 1 == 0 for ratio in ratios)
+
+
+def test_no_two_shipped_models_have_the_same_architecture():
+    models = priors()["MODELS"].values()
+    assert len({model[:3] for model in models}) == len(models)
+
+
+def test_the_shipped_folder_is_the_one_of_the_checkout():
+    assert shipped_schedules() == SCHEDULES

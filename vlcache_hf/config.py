@@ -84,7 +84,7 @@ def _check_schedule(value: Any) -> None:
             raise ValueError(f"`schedule` as a ratio must lie in [0, 1] (10 % is 0.1), got {value}.")
     elif not isinstance(value, (str, os.PathLike, RecomputeSchedule)):
         raise ValueError(
-            f'`schedule` must be "auto", a ratio in [0, 1], a RecomputeSchedule or a file, got {value!r}. '
+            f'`schedule` must be "auto", a ratio in [0, 1], a RecomputeSchedule, a file or a Hub id, got {value!r}. '
             "For one ratio per layer: RecomputeSchedule([0.5, 0.1, ...])."
         )
 
@@ -101,9 +101,11 @@ class VLCacheConfig:
             Cap on the bytes of all entries in `cache_dir`. Entries never used again since they were stored go first,
             then the least recently used; a use protects for a day. `None` is no cap.
         schedule (`str`, `float`, `os.PathLike` or `RecomputeSchedule`, *optional*, defaults to `"auto"`):
-            How many of the first tokens of a reused image each layer recomputes. A float is a uniform ratio, a path is
-            a `vlcache_schedule.json` or a folder with one, `"auto"` takes the file shipped for the model and else a
-            uniform 0.1.
+            How many of the first tokens of a reused image each layer recomputes. A float is a uniform ratio. A string
+            is the path of a `vlcache_schedule.json` or of a folder with one, the name of a shipped file
+            (`"Qwen3-VL-8B-Instruct.b0.025"`), or a Hub id (`"org/name"`, `"org/name/another_file.json"`); it is read
+            when the model is loaded. `"auto"` takes, at the first request with an image, the file in the model's own
+            folder or repository, else the shipped one for the model, else a uniform 0.1, and logs which.
         reuse (`str`, *optional*, defaults to `$VLCACHE_REUSE` or `"lossy"`):
             `"lossy"` is the paper's method: an image met in another context is reused with partial recompute.
             `"exact"` serves lossless hits only and computes everything else in full.

@@ -16,7 +16,8 @@ from .fingerprint import FingerprintError, WeightsFingerprint
 from .keys import ModelKeys, model_keys
 from .options import Options
 from .records import RequestRecord, Stats, StatsCounter
-from .schedule import RecomputeSchedule, resolve_schedule
+from .schedule import RecomputeSchedule
+from .schedule_lookup import ModelFacts, resolve_schedule
 from .store import DiskStore, RamTier, RemoteStore, Store, Tiered, WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -98,21 +99,19 @@ class VLCacheRuntime:
             self._stores[key] = open_store(config)
         return self._stores[key]
 
-    def options(self, cache: Cache | None, model_id: str, num_layers: int) -> Options:
+    def options(self, cache: Cache | None, model_config: Any, num_layers: int) -> Options:
         """Settings of a request.
 
         Args:
             cache (`Cache`, *optional*): the request's cache; a `VLCache` brings settings of its own.
-            model_id (`str`): `config._name_or_path` of the model.
+            model_config (`PreTrainedConfig`): config of the model.
             num_layers (`int`): number of its decoder layers.
         """
         config = cache.applied_to(self.config) if isinstance(cache, VLCache) else self.config
-        wanted = config.schedule
-        if isinstance(wanted, RecomputeSchedule):
-            return Options(config, self._store(config), wanted.check_layers(num_layers))
-        key = (str(wanted), num_layers, config.reuse)
+        wanted, lossy = config.schedule, config.reuse == "lossy"
+        key = (wanted if isinstance(wanted, RecomputeSchedule) else str(wanted), num_layers, lossy)
         if key not in self._schedules:
-            self._schedules[key] = resolve_schedule(wanted, model_id, num_layers, lossy=config.reuse == "lossy")
+            self._schedules[key] = resolve_schedule(wanted, ModelFacts.of(model_config, num_layers), lossy)
         return Options(config, self._store(config), self._schedules[key])
 
     def model_keys(self, core: Any, namespace: str) -> ModelKeys | None:

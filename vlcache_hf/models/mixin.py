@@ -19,6 +19,7 @@ from ..prefill import PrefillRequest, run
 from ..prompt import NotServable
 from ..records import RequestRecord
 from ..runtime import VLCacheRuntime
+from ..schedule_hub import loaded_commit
 from . import kernels
 from .projection import kv_projection
 from .serving import encode, plan_request, wants_full_outputs
@@ -90,7 +91,7 @@ class VLCacheGenerationMixin(_StockIdentity):
         self.__dict__["vlcache"] = runtime = VLCacheRuntime(config)
         kernels.install(self, config.base_attn_implementation)
         if config.schedule != "auto":  # a schedule that does not fit is an error now, not at the first request
-            runtime.options(None, self.config._name_or_path, len(core.language_model.layers))
+            runtime.options(None, self.config, len(core.language_model.layers))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
@@ -104,6 +105,9 @@ class VLCacheGenerationMixin(_StockIdentity):
             kwargs.setdefault("attn_implementation", NAME)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # never saved with the config; a schedule in the model's repository is looked for at this commit
+        commit = loaded_commit(str(pretrained_model_name_or_path), kwargs.get("revision"), kwargs.get("cache_dir"))
+        model.config._commit_hash = commit
         model.vlcache_install(settings)
         return loaded
 

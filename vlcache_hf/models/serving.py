@@ -73,7 +73,7 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     if (getattr(model, "_tp_size", None) or 1) > 1:
         runtime.warn_once("Nothing is cached under tensor parallelism: each rank holds a part of the KV heads only.")
         return None
-    options = runtime.options(cache, model.config._name_or_path, len(core.language_model.layers))
+    options = runtime.options(cache, model.config, len(core.language_model.layers))
     keys = runtime.model_keys(core, options.config.namespace)
     if keys is None:
         return None
