@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options import model_label
-from ..schedule import resolve_schedule
+from ..schedule_lookup import ModelFacts, resolve_schedule
 from .measure import Bench, NotMeasured, measure
 from .partial import PartialResults
 from .report import AuditReport, CaseResult, Measure, mean
@@ -50,7 +50,7 @@ def audit(
     layers = len(model.model.language_model.layers)
     cases: dict[str, dict[str, Any]] = {
         label: {
-            "schedule": resolve_schedule(schedule, model.config._name_or_path, layers, lossy=False),
+            "schedule": resolve_schedule(schedule, ModelFacts.of(model.config, layers)),
             "policy": policy,
             "guard": settings.guard,
             "guard_threshold": settings.guard_threshold,
