@@ -11,6 +11,7 @@ from __future__ import annotations
 import click
 
 from ..version import __version__
+from .calibrate import calibrate
 from .maintain import clear, prune, verify
 from .show import info, ls
 from .warm import warm
@@ -28,5 +29,5 @@ def main() -> None:
     """
 
 
-for command in (info, ls, verify, prune, clear, warm):
+for command in (info, ls, verify, prune, clear, warm, calibrate):
     main.add_command(command)
