@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -303,3 +306,24 @@ def test_asking_for_a_context_does_not_change_the_chain():
     one, other = ContextChain(), ContextChain()
     assert one.image("a", positions(0, 2)) == other.image("a", positions(0, 2))
     assert one.image("b", positions(2, 2)) == other.image("b", positions(2, 2))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_can_hash() -> None:
+    """A hash that keeps threads would wait in the child for threads that a fork does not copy."""
+    pixels = torch.randn(4096, 256)  # 4 MiB, more than libraries hash in one thread
+    expected = pixel_digest(pixels, [1, 64, 64])
+    child = os.fork()
+    if not child:
+        os._exit(0 if pixel_digest(pixels, [1, 64, 64]) == expected else 1)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0

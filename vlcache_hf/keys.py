@@ -92,8 +92,9 @@ def pixel_digest(pixels: torch.Tensor, grid: Sequence[int]) -> str:
     """
     host = pixels.detach().to("cpu").contiguous()
     raw = host.view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
-    # three times as fast as SHA-256 with the CPU's own instructions, and as long
-    content = blake3.blake3(raw.data, max_threads=blake3.blake3.AUTO).digest()
+    # three times as fast as SHA-256 with the CPU's own instructions, and as long. In one thread: the library's pool of
+    # them does not survive a fork, and the child would wait for ever
+    content = blake3.blake3(raw.data).digest()
     return Digest("pixels", str(host.dtype), *(int(n) for n in host.shape), *(int(n) for n in grid), content).hex()
 
 

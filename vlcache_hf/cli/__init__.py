@@ -12,6 +12,7 @@ import click
 
 from ..version import __version__
 from .audit import audit
+from .calibrate import calibrate
 from .maintain import clear, prune
 from .show import info, ls
 from .verify import verify
@@ -30,5 +31,5 @@ def main() -> None:
     """
 
 
-for command in (info, ls, verify, prune, clear, warm, audit):
+for command in (info, ls, verify, prune, clear, warm, audit, calibrate):
     main.add_command(command)
