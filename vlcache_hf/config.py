@@ -22,7 +22,7 @@ DEFAULT_REMOTE_TTL_S = 7 * 24 * 3600
 
 REUSE_MODES = ("lossy", "exact")
 GUARDS = ("off", "warn", "escalate")
-DEFAULT_GUARD_THRESHOLD = 0.3
+DEFAULT_GUARD_THRESHOLD = 0.75
 SEGMENT_BACKENDS = ("auto", "sdpa", "flash_attention_2", "varlen")
 REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 BASE_KERNELS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -119,8 +119,10 @@ class VLCacheConfig:
             What is done when the rows that a reused image recomputes in the first layers differ from the stored ones
             by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
             full (`"escalate"`), which also stores it for this context.
-        guard_threshold (`float`, *optional*, defaults to 0.3):
-            Relative deviation `|computed - stored| / |computed|` above which the guard acts.
+        guard_threshold (`float`, *optional*, defaults to 0.75):
+            Relative deviation `|computed - stored| / |computed|` of the first tokens' values, above which it acts.
+            The default separates best on the two trained models of `examples/tiny_models`; `vlcache audit` shows what
+            a model of yours has.
         namespace (`str`, *optional*, defaults to `$VLCACHE_NAMESPACE` or `""`):
             Part of every key. Entries are never shared between namespaces: one per tenant.
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):

@@ -20,7 +20,7 @@ from .precision import KVShape
 from .prompt import NotServable, Prompt
 from .state import ImageUse, KVProjection, PrefillState
 from .store import StoreReadError
-from .watch import ContextMismatch, Watch, probe_layer, probe_tokens
+from .watch import ContextMismatch, Watch, probe_layer
 
 
 @dataclass
@@ -175,8 +175,7 @@ def _watch(options: Options, uses: list[ImageUse], layers: int) -> Watch:
     policy = options.policy
     # what is chosen behind the last layer comes too late
     selection = policy if isinstance(policy, LargestDeviation) and policy.layer < layers - 1 else None
-    probes = {index: probe_tokens(use.image.length) for index, use in enumerate(uses) if use.kind == "reused"}
-    return Watch(guard_layer, selection, probes)
+    return Watch(guard_layer, selection)
 
 
 def _judge(request: PrefillRequest, deviations: dict[int, float], rows: int) -> None:

@@ -11,28 +11,18 @@ from .policies import LargestDeviation, merged_runs
 
 _TINY = torch.finfo(torch.float32).tiny
 
-# Tokens of an image that are computed up to the guard's layer as a sample, besides those of the schedule.
-PROBE_TOKENS = 16
+# First tokens of an image that are computed up to the guard's layer as a sample, where the schedule computes fewer.
+PROBE_TOKENS = 8
 
 
 def probe_layer(num_layers: int) -> int:
-    """The layer whose values the guard looks at: two thirds of the way up, since in lower layers an image may not have
-    met its context yet (measured in benchmarks/accuracy). Few rows get there, so turning back is cheap.
+    """The last layer that the guard looks at: half-way up, since in the first layers an image may not have met its
+    context yet (measured in benchmarks/accuracy). Few rows get that far, so turning back is cheap.
 
     Args:
         num_layers (`int`): decoder layers.
     """
-    return max(1, min(num_layers - 1, 2 * num_layers // 3))
-
-
-def probe_tokens(tokens: int) -> list[int]:
-    """The sample: tokens spread evenly over an image.
-
-    Args:
-        tokens (`int`): tokens of the image.
-    """
-    count = min(PROBE_TOKENS, tokens)
-    return [(2 * index + 1) * tokens // (2 * count) for index in range(count)]
+    return max(1, min(num_layers - 1, num_layers // 2))
 
 
 def with_probe(runs: Sequence[Runs], tokens: int) -> tuple[Runs, ...]:
@@ -42,7 +32,7 @@ def with_probe(runs: Sequence[Runs], tokens: int) -> tuple[Runs, ...]:
         runs (sequence of `Runs`): what a policy recomputes at each layer.
         tokens (`int`): tokens of the image.
     """
-    last, probe = probe_layer(len(runs)), set(probe_tokens(tokens))
+    last, probe = probe_layer(len(runs)), set(range(min(PROBE_TOKENS, tokens)))
     known: dict[Runs, Runs] = {}
     for layer_runs in runs[: last + 1]:
         if layer_runs not in known:
@@ -70,27 +60,23 @@ class Watch:
     Sums stay on their device until somebody asks, so that no layer waits for the host.
 
     Args:
-        guard_layer (`int`, *optional*): the layer that the guard looks at; without one nothing is guarded.
+        guard_layer (`int`, *optional*): the last layer that the guard looks at; without one nothing is guarded.
         selection (`LargestDeviation`, *optional*): a policy that chooses tokens by what is seen at its layer.
-        probes (`dict[int, list[int]]`, *optional*): the sampled tokens of every image that is guarded.
     """
 
-    def __init__(
-        self,
-        guard_layer: int | None,
-        selection: LargestDeviation | None,
-        probes: dict[int, list[int]] | None = None,
-    ) -> None:
+    def __init__(self, guard_layer: int | None, selection: LargestDeviation | None) -> None:
         self.guard_layer = guard_layer
         self.selection = selection
-        self.probes = probes or {}
-        self._sums: dict[int, torch.Tensor] = {}
+        self._shares: dict[int, list[torch.Tensor]] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
     def compares_kv(self, layer: int) -> bool:
-        """Whether keys and values of a layer are compared."""
+        """Whether keys and values of a layer are compared. Those of layer 0 never differ."""
         by_kv = self.selection is not None and self.selection.by == "kv"
-        return layer == self.guard_layer or (self.selects(layer) and by_kv)
+        return self._guards(layer) or (self.selects(layer) and by_kv)
+
+    def _guards(self, layer: int) -> bool:
+        return self.guard_layer is not None and 1 <= layer <= self.guard_layer
 
     def compares_attention(self, layer: int) -> bool:
         """Whether the outputs of attention of a layer are compared."""
@@ -117,12 +103,10 @@ class Watch:
             computed, stored (`tuple` of two `torch.Tensor` of shape `(n, kv_heads, head_dim)`):
                 keys before RoPE, and values.
         """
-        if layer == self.guard_layer:
-            at = [token - start for token in self.probes[image] if start <= token < start + len(computed[1])]
-            if at:
-                true, old = computed[1][at].float(), stored[1][at].float()
-                sums = torch.stack([(true - old).square().sum(), true.square().sum()])
-                self._sums[image] = self._sums[image] + sums if image in self._sums else sums
+        if self._guards(layer) and start == 0:
+            true, old = (values[1][:PROBE_TOKENS].float() for values in (computed, stored))
+            share = (true - old).square().sum() / true.square().sum().clamp_min(_TINY)
+            self._shares.setdefault(image, []).append(share)
         if self.selects(layer):
             shares = [
                 (true.float() - old.float()).square().sum((1, 2)) / true.float().square().sum().clamp_min(_TINY)
@@ -141,8 +125,9 @@ class Watch:
         self._scores[image] = (computed.float() - stored.float()).square().sum((1, 2))
 
     def deviations(self) -> dict[int, float]:
-        """`|computed - stored| / |computed|` of the sampled values of every compared image."""
-        return {image: float((sums[0] / sums[1].clamp_min(_TINY)).sqrt()) for image, sums in self._sums.items()}
+        """`|computed - stored| / |computed|` of the sample's values, at the layer where it is largest, for every
+        compared image."""
+        return {image: max(float(share) for share in shares) ** 0.5 for image, shares in self._shares.items()}
 
     def scores(self, image: int) -> list[float]:
         """Scores of the tokens of an image, for the policy that selects."""
