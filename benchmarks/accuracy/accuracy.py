@@ -40,7 +40,7 @@ def measure(one: Asker, batch: Batch, rows: Sequence[Condition], contexts: Seque
     one.store([question.messages for question in asked], "same")
     cells: dict[str, dict[str, Any]] = {}
     for row in rows:
-        if row.kind != "reused":  # does not depend on what the earlier context was
+        if row.kind not in ("reused", "escalated"):  # does not depend on what the earlier context was
             found = stock if row.kind == "stock" else one.reuse(inputs, "same", row.kind, **row.settings)
             if row.kind == "exact":
                 _check_exact(one, stock, found)
@@ -48,7 +48,7 @@ def measure(one: Asker, batch: Batch, rows: Sequence[Condition], contexts: Seque
     for context in contexts:
         one.store_earlier(asked, context)
         for row in rows:
-            if row.kind == "reused":
+            if row.kind in ("reused", "escalated"):
                 found = one.reuse(inputs, context, row.kind, **row.settings)
                 cells.setdefault(row.name, {})[context] = _cell(asked, stock, found)
     one.model.vlcache.clear()

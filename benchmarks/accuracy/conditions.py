@@ -24,7 +24,8 @@ class Condition:
         name (`str`): of the row.
         policy (`str`): what it is a point of; points of one policy are joined in the plot.
         settings (`dict`): of the `VLCache`.
-        kind (`str`): what every picture must be: `"reused"`, `"exact"`, `"miss"`; `"stock"` is the stock model.
+        kind (`str`): what every picture must be: `"reused"`, `"exact"`, `"miss"`, `"escalated"` (reused, or computed
+            in full by the guard); `"stock"` is the stock model.
     """
 
     name: str
@@ -68,6 +69,8 @@ def conditions(layers: int, schedules: Sequence[Path] = (), names: Sequence[str]
         *(Condition(name, "scheduled", {"schedule": schedule}) for name, schedule in dynamic),
         *(Condition(f"prefix {ratio:g}", "prefix", {"schedule": ratio}) for ratio in RATIOS),
     ]
+    guarded = {"schedule": 0.1, "guard": "escalate"}
+    found.append(Condition("guard, prefix 0.1", "guard", guarded, "escalated"))
     for policy in PEERS:
         found += [Condition(f"{policy} {ratio:g}", policy, {"policy": policy, "schedule": ratio}) for ratio in RATIOS]
     found += [
