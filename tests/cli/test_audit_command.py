@@ -69,7 +69,7 @@ def test_json_alone_and_choices(checkpoint: Path, prompts: Path) -> None:
     options = ("--schedule", "0,0.5", "--schedule", "0.5", "--policy", "prefix", "--policy", "suffix", "--json", "-")
     report = json.loads(audit(checkpoint, prompts, *options, "--guard", "warn", "--max-flips", "0.5").stdout)
     assert [case["label"] for case in report["cases"]] == ["0", "0.5", "0 suffix", "0.5 suffix"]
-    assert report["max_flips"] == 0.5 and report["guard"]["threshold"] == 0.3
+    assert report["max_flips"] == 0.5 and report["guard"]["threshold"] == 0.75
 
 
 def test_broken_images_fail_alone_and_are_tried_again(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_broken_images_fail_alone_and_are_tried_again(checkpoint: Path, prompts:
         (("--prompts", "bad.jsonl"), "line 2: there is no image"),
         (("--schedule", "2"), "must lie in [0, 1]"),
         (("--schedule", "1"), "recomputes everything"),
-        (("--schedule", "none.json"), "No schedule at 'none.json'"),
+        (("--schedule", "none.json"), "none.json"),
         (("--policy", "encoder_only"), "reuses no KV"),
         (("--max-flips", "7"), "`max_flips` must be a share"),
         (("--guard-threshold", "-1"), "guard_threshold"),

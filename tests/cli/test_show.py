@@ -18,6 +18,7 @@ def test_info(filled):
     assert {name: (kind["entries"], kind["images"]) for name, kind in document["kinds"].items()} == {
         "kv": (3, 2),
         "vit": (2, 2),
+        "src": (0, 0),
     }
     assert sum(kind["bytes"] for kind in document["kinds"].values()) == document["bytes"]
     assert document["max_disk_bytes"] == 64 * 2**30

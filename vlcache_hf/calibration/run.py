@@ -225,7 +225,8 @@ class _Calibration:
             **self.settings,
         }
         calibrated = name != "uniform"
-        return RecomputeSchedule(ratios, self._model_id, self._model.config.model_type, calibrated, about)
+        kind = self._model.config.model_type
+        return RecomputeSchedule(ratios, self._model_id, kind, calibrated, about, budget=budget)
 
 
 def _check(model: Any, samples: Sequence[Any], budgets: Sequence[float], method: str, max_ratio: float) -> None:

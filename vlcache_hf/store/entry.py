@@ -193,8 +193,10 @@ def open_entry(path: Path, kind: str, group: str, name: str, verified: Verified 
             metadata = handle.metadata() or {}
         except SafetensorError as exc:
             error: Exception = BadEntryError(str(exc))
-        except FileNotFoundError as exc:
-            error = OSError(f"could not be opened: {exc}")  # safe_open says so of every failure to open
+        except (FileNotFoundError, RuntimeError) as exc:
+            # safe_open says the one of every failure to open, torch the other of every failure to map; when the file
+            # has just been removed, looking at it below says so
+            error = OSError(f"could not be opened: {exc}")
         else:
             # The header is read and the data mapped by two opens: they must have met the same file.
             if identity(path)[:3] == before[:3]:  # a hit of another process only moves the time
