@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu_check.py` measures: models of the released shapes, and one module per part."""
