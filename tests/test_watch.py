@@ -172,3 +172,18 @@ def test_an_unreadable_entry_under_watch_is_a_miss(ours: Any, tmp_path: Path) ->
 def _stock(*parts: Any) -> torch.Tensor:
     with torch.no_grad():
         return tiny.stock("qwen3_vl")(**tiny.batch(tiny.prompt(*parts)), logits_to_keep=1).logits
+
+
+def test_in_a_prompt_with_several_images_nothing_of_another_context_is_reused(ours: Any) -> None:
+    """Which of the images each of them is, is in their KV, and the sample does not show it."""
+    ask(ours, FIRST, IMAGE, tiny.text(7, 6))
+    ask(ours, tiny.text(3, 2), MORE, tiny.text(7, 6))
+    parts = (OTHER, IMAGE, tiny.text(4, 3), MORE, tiny.text(7, 6))
+    settings = {"guard": "escalate", "guard_threshold": 100.0}
+    got = ask(ours, *parts, **settings)
+    assert guards(ours) == [("miss", "escalated")] * 2 and ours.vlcache.last_request.abandoned == 0
+    assert (got - _stock(*parts)).abs().max() < 1e-5
+    ask(ours, *parts, **settings)
+    assert guards(ours) == [("exact", "")] * 2
+    ask(ours, tiny.text(9, 5), IMAGE, tiny.text(7, 6), **settings)
+    assert guards(ours) == [("reused", "")], "alone it is judged by what is seen"

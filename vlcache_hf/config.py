@@ -118,7 +118,8 @@ class VLCacheConfig:
         guard (`str`, *optional*, defaults to `$VLCACHE_GUARD` or `"off"`):
             What is done when the rows that a reused image recomputes in the first layers differ from the stored ones
             by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
-            full (`"escalate"`), which also stores it for this context.
+            full (`"escalate"`), which also stores it for this context. In a prompt with several images `"escalate"`
+            reuses in the same context only: what their KV says of their order does not show in the sample.
         guard_threshold (`float`, *optional*, defaults to 0.75):
             Relative deviation `|computed - stored| / |computed|` of the first tokens' values, above which it acts.
             The default separates best on the two trained models of `examples/tiny_models`; `vlcache audit` shows what

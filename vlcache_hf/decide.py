@@ -123,8 +123,16 @@ class _Decision:
             hits = (self._look_up(use.group, name, image.length, use.grid) for name in names)
             other = next((hit for hit in hits if hit is not None), None)
             if other is not None and (tainting is not None or not self._met_before(use)):
-                _hit(use, "reused", other, _recompute(options, image.length))
+                if options.config.guard == "escalate" and self._several(image.row):
+                    use.record.guarded = "escalated"
+                else:
+                    _hit(use, "reused", other, _recompute(options, image.length))
         return None
+
+    def _several(self, row: int) -> bool:
+        """Whether a row has several images: their KV says which of them they are, and the guard's sample does not show
+        that (measured in benchmarks/accuracy)."""
+        return sum(image.row == row for image in self._prompt.images) > 1
 
     def _met_before(self, use: ImageUse) -> bool:
         """Whether an earlier request met the image in this very context, with a loss: then it is worth computing once
