@@ -174,3 +174,56 @@ def test_a_selective_policy_in_a_batch_with_other_images(ours: Any) -> None:
     assert tiny.kinds(ours) == ["reused", "miss", "miss"]
     assert (got[1] - expected[1]).abs().max() < 1e-5, "the other row is computed as ever"
     assert 1e-4 < (got[0] - expected[0]).abs().max() < 5
+
+
+class Chooses:
+    """A policy of a user's."""
+
+    def __init__(self, runs: Any) -> None:
+        self._runs = runs
+
+    def __repr__(self) -> str:
+        return "Chooses()"
+
+    def runs(self, counts: Any, length: int) -> Any:
+        return self._runs
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([((0, 2),)] * 2 + [((3, 5),)] * 2, r"layer 2 has \[\(3, 5\)\], which is not within \[\(0, 2\)\]"),
+        ([((0, 25),)] * 4, r"layer 0 has \[\(0, 25\)\], which is not within \[\(0, 24\)\]"),
+        ([((-3, 2),)] * 4, "is not within"),
+        ([((0, 2),)] * 3, "runs of 3 layers where the model has 4"),
+        ([((0, 2),)] * 5, "runs of 5 layers where the model has 4"),
+        ([((4, 6), (0, 2))] * 4, "not sorted and disjoint"),
+        ([((0, 4), (2, 6))] * 4, "not sorted and disjoint"),
+        ([((5, 2),)] * 4, "not sorted and disjoint"),
+        ([((0.0, 2.5),)] * 4, r"must return runs \(a, b\)"),
+        ([1, 2, 3, 4], r"must return runs \(a, b\)"),
+        (None, r"must return runs \(a, b\)"),
+    ],
+)
+def test_a_policy_that_breaks_the_rules_is_named(tmp_path: Path, runs: Any, message: str) -> None:
+    ours = attach(tiny.stock("qwen3_vl"), {"cache_dir": tmp_path, "schedule": 0.5, "policy": Chooses(runs)})
+    tiny.generate(ours, tiny.batch(tiny.prompt(FIRST, IMAGE)), 1)
+    with pytest.raises(ValueError, match=r"`policy` Chooses\(\) chose wrong tokens of an image of 24.*" + message):
+        tiny.generate(ours, tiny.batch(tiny.prompt(OTHER, IMAGE)), 1)
+
+
+def test_a_policy_may_return_lists_and_touching_runs(tmp_path: Path) -> None:
+    runs = [[[0, 2], [2, 4], [6, 6]], [[0, 4]], [[1, 3]], []]
+    ours = attach(tiny.stock("qwen3_vl"), {"cache_dir": tmp_path, "schedule": 0.5, "policy": Chooses(runs)})
+    tiny.generate(ours, tiny.batch(tiny.prompt(FIRST, IMAGE)), 1)
+    tiny.generate(ours, tiny.batch(tiny.prompt(OTHER, IMAGE)), 1)
+    (record,) = ours.vlcache.last_request.images
+    assert (record.kv, record.recomputed) == ("reused", 4 + 4 + 2)
+
+
+def test_a_selective_policy_checks_its_settings() -> None:
+    with pytest.raises(ValueError, match='`by` must be "kv" or "attention", got \'keys\''):
+        LargestDeviation("keys")
+    for layer in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="`layer` must be a layer from 1 on"):
+            LargestDeviation("kv", layer=layer)  # type: ignore[arg-type]

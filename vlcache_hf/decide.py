@@ -9,7 +9,7 @@ from .encoder import EncodedImages
 from .features import SourceImage, entry_fields, has_grid
 from .options import Options
 from .plan import Runs
-from .policies import EncoderOnly
+from .policies import EncoderOnly, checked_runs
 from .precision import KVShape, stored_error
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
@@ -159,7 +159,7 @@ def guarded(options: Options, runs: tuple[Runs, ...], tokens: int) -> tuple[Runs
 
 
 def _recompute(options: Options, tokens: int) -> tuple[Runs, ...]:
-    return guarded(options, options.policy.runs(options.schedule.tokens(tokens), tokens), tokens)
+    return guarded(options, checked_runs(options.policy, options.schedule.tokens(tokens), tokens), tokens)
 
 
 def _fits(entry: StoredEntry, shape: KVShape, tokens: int) -> bool:

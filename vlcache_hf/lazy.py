@@ -24,7 +24,8 @@ class PixelPart:
         dtype (`torch.dtype`): of the values that the processor makes.
         digests (`dict[str, str]`): known `pixel_digest`s by dtype.
         compute (`Callable[[], torch.Tensor]`): makes the patches, `(t * h * w, width)`, on the CPU.
-        learned (`Callable[[str, str], None]`): told dtype and digest when a digest has been computed.
+        learned (`Callable[[dict[str, str], bool], None]`): told the digests when one has been computed, and whether
+            those known before were wrong.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class PixelPart:
         dtype: torch.dtype,
         digests: dict[str, str],
         compute: Callable[[], torch.Tensor],
-        learned: Callable[[str, str], None],
+        learned: Callable[[dict[str, str], bool], None],
     ) -> None:
         self.grid, self.width, self.dtype = grid, width, dtype
         self._digests, self._compute, self._learned = digests, compute, learned
@@ -55,7 +56,9 @@ class PixelPart:
         """Its patches. Nobody writes to them."""
         with self._lock:
             if self._pixels is None:
-                pixels = self._compute()
+                # under inference mode the caller could not train on them later, as on what the processor makes
+                with torch.inference_mode(False), torch.no_grad():
+                    pixels = self._compute()
                 if tuple(pixels.shape) != (self.patches, self.width) or pixels.dtype != self.dtype:
                     raise RuntimeError(
                         f"The processor made patches of shape {tuple(pixels.shape)} and {pixels.dtype} where "
@@ -63,19 +66,23 @@ class PixelPart:
                         "entries with `vlcache clear --kind src`."
                     )
                 self._pixels = pixels
-                known = self._digests.get(str(self.dtype))
-                if known is not None and known != pixel_digest(pixels, self.grid):
+                true = {name: self._digest_of(pixels, name) for name in self._digests}
+                if true != self._digests:
                     self.changed = True  # another machine may round in another way
-                    self._digests.clear()
+                    self._digests = true
+                    self._learned(dict(true), True)
             return self._pixels
 
     def digest(self, dtype: torch.dtype) -> str:
         """The `pixel_digest` of its patches in a dtype."""
         name = str(dtype)
         if name not in self._digests:
-            self._digests[name] = pixel_digest(self.pixels().to(dtype), self.grid)
-            self._learned(name, self._digests[name])
+            self._digests[name] = self._digest_of(self.pixels(), name)
+            self._learned(dict(self._digests), False)
         return self._digests[name]
+
+    def _digest_of(self, pixels: torch.Tensor, dtype: str) -> str:
+        return pixel_digest(pixels.to(getattr(torch, dtype.removeprefix("torch."))), self.grid)
 
 
 class _Content:
@@ -156,8 +163,9 @@ class LazyPixels(torch.Tensor):
         with content.lock:
             if content.thawed is None:
                 parts = [part.pixels() for part in content.parts]
-                whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-                content.thawed = whole.to(self.device, self.dtype)
+                with torch.inference_mode(False), torch.no_grad():
+                    whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+                    content.thawed = whole.to(self.device, self.dtype)
             return content.thawed
 
     @classmethod
@@ -170,9 +178,11 @@ class LazyPixels(torch.Tensor):
             if func in _ALIASES:
                 return cls._over(first._content, first.dtype, first.device)
             if func in _COPIES and not kwargs.keys() - {"dtype", "device", "layout", "pin_memory", "non_blocking"}:
-                if not kwargs.get("pin_memory") and kwargs.get("layout") in (None, torch.strided):
+                dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device") or first.device
+                plain = not kwargs.get("pin_memory") and kwargs.get("layout") in (None, torch.strided)
+                # a second dtype would have to remember how the first one rounded
+                if plain and first.dtype in (dtype, first._content.parts[0].dtype):
                     # of its own: what is done to a copy does not reach the original
-                    dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device") or first.device
                     return cls._over(_Content(first._content.parts), dtype, torch.device(device))
         real = tree_map(lambda value: value.thaw() if isinstance(value, LazyPixels) else value, (args, kwargs))
         result = func(*real[0], **real[1])
@@ -193,6 +203,9 @@ class LazyPixels(torch.Tensor):
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.thaw().numpy() if dtype is None else self.thaw().numpy().astype(dtype)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.thaw().__dlpack__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if self._content.thawed is not None:

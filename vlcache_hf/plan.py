@@ -76,7 +76,8 @@ class LayerPlan:
     num_rows: int
 
 
-def _merge(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged_neighbours(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted runs without empty ones, and one run where one begins as another ends."""
     merged: list[tuple[int, int]] = []
     for a, b in runs:
         if a == b:
@@ -108,7 +109,7 @@ def _row_runs(length: int, spans: Sequence[ImageSpan], layer: int) -> list[tuple
         runs.extend((span.start + a, span.start + b) for a, b in span.recompute[layer])
         end = span.start + span.length
     runs.append((end, length))
-    return _merge(runs)
+    return merged_neighbours(runs)
 
 
 def _through(
@@ -128,7 +129,7 @@ def _through(
     if index < len(after):
         raise ValueError(f"active sets are not nested: {after[index]} was not computed by the layer below")
     kept.append((offset, offset + ghosts))
-    merged = _merge(kept)
+    merged = merged_neighbours(kept)
     return None if merged == [(0, offset + ghosts)] else tuple(merged)
 
 

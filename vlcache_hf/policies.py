@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Protocol, runtime_checkable
 
-from .plan import Runs
+from .plan import Runs, merged_neighbours
 
 
 @runtime_checkable
@@ -115,6 +116,12 @@ class LargestDeviation:
     by: str
     layer: int = 1
 
+    def __post_init__(self) -> None:
+        if self.by not in ("kv", "attention"):
+            raise ValueError(f'`by` must be "kv" or "attention", got {self.by!r}.')
+        if not isinstance(self.layer, int) or self.layer < 1:
+            raise ValueError(f"`layer` must be a layer from 1 on, got {self.layer!r}: in layer 0 nothing differs.")
+
     def runs(self, counts: Sequence[int], length: int) -> tuple[Runs, ...]:
         """What is computed as long as nothing is known: everything. See `chosen`."""
         return Everything().runs(counts, length)
@@ -130,6 +137,46 @@ class LargestDeviation:
         order = sorted(range(length), key=lambda token: (-scores[token], token))
         full = min(self.layer + 1, len(counts))
         return (((0, length),),) * full + nested_runs(order, counts[full:])
+
+
+def checked_runs(policy: RecomputePolicy, counts: Sequence[int], length: int) -> tuple[Runs, ...]:
+    """What a policy chooses, if it keeps to the rules.
+
+    Args:
+        policy (`RecomputePolicy`): the policy, which may be a user's.
+        counts (sequence of `int`): tokens to recompute at each layer, non-increasing.
+        length (`int`): tokens of the image, T.
+
+    Raises:
+        `ValueError`: its runs are not what `RecomputePolicy.runs` promises.
+    """
+    chosen = policy.runs(counts, length)
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"`policy` {policy!r} chose wrong tokens of an image of {length} tokens: {what}.")
+
+    try:
+        layers = [[(index(a), index(b)) for a, b in layer] for layer in chosen]
+    except (TypeError, ValueError):
+        raise wrong(f"its `runs` must return runs (a, b) of tokens for every layer, got {chosen!r}") from None
+    if len(layers) != len(counts):
+        raise wrong(f"runs of {len(layers)} layers where the model has {len(counts)}")
+    known: dict[tuple[Runs, Runs], Runs] = {}
+    checked: list[Runs] = []
+    below: Runs = ((0, length),)
+    for number, layer in enumerate(layers):
+        pair = (tuple(layer), below)
+        if pair not in known:
+            if any(a > b for a, b in layer) or any(b > c for (_, b), (c, _) in zip(layer, layer[1:])):
+                raise wrong(f"layer {number} has {layer}, which are not sorted and disjoint")
+            merged = merged_neighbours(layer)
+            if not all(any(low <= a and b <= high for low, high in below) for a, b in merged):
+                where = f"{list(below)} of the layer below" if number else f"{list(below)}"
+                raise wrong(f"layer {number} has {layer}, which is not within {where}")
+            known[pair] = tuple(merged)
+        below = known[pair]
+        checked.append(below)
+    return tuple(checked)
 
 
 def nested_runs(order: Sequence[int], counts: Sequence[int]) -> tuple[Runs, ...]:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -311,6 +312,136 @@ def test_a_record_that_lies_about_the_pixels_poisons_nothing(
     known.digests.update(true)
     assert torch.equal(generate(ours, ask(processor, pictures[0])), expected)
     assert ours.vlcache.last_request.images[0].kv == "exact"
+
+
+def test_a_lie_about_another_dtype_is_found_too_and_put_right(
+    tmp_path: Path, plain: Any, pictures: list[Image.Image]
+) -> None:
+    """Whoever casts the inputs to bfloat16 has no digest of the processor's own dtype in the record."""
+    processor = fast(tmp_path)
+    true = ask(processor, pictures[0]).to("cpu", dtype=torch.bfloat16)["pixel_values"].digest(0)
+    (known,) = processor.image_processor.vlcache.images._recent.values()
+    assert known.digests == {"torch.bfloat16": true}
+    known.digests["torch.bfloat16"] = "0" * 64
+    pixels = ask(processor, pictures[0]).to("cpu", dtype=torch.bfloat16)["pixel_values"]
+    assert pixels.digest(0) == "0" * 64
+    assert torch.equal(pixels.patches(0), ask(plain, pictures[0])["pixel_values"].bfloat16()) and pixels.changed(0)
+    for other in (processor, fast(tmp_path)):  # in memory, and in the store
+        again = ask(other, pictures[0]).to("cpu", dtype=torch.bfloat16)["pixel_values"]
+        assert again.digest(0) == true and counts(other)[0] > 0
+
+
+def test_arrays_of_every_dtype_and_shape(tmp_path: Path, plain: Any, pictures: list[Image.Image]) -> None:
+    levels = np.array(pictures[0])
+    unit = torch.from_numpy(levels / 255.0).permute(2, 0, 1)
+    images: list[Any] = [
+        levels / 255.0,
+        (levels / 255.0).astype(np.float32),
+        levels.astype(np.int32),
+        levels > 100,
+        levels[::2, ::2],
+        unit.float(),
+        unit.bfloat16(),
+    ]
+    processor = fast(tmp_path)
+    for image in images:
+        expected = plain.image_processor(image, return_tensors="pt")["pixel_values"]
+        for is_known in (0, 1):
+            known = counts(processor)[0]
+            pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
+            assert counts(processor)[0] - known == is_known
+            pixels.digest(0)
+            assert torch.equal(pixels, expected)
+    stacked = np.stack([levels, levels[::-1]])
+    for image in (unit.float().requires_grad_(), stacked, [stacked, stacked]):
+        for _ in range(2):
+            expected, got = (p.image_processor(image, return_tensors="pt") for p in (plain, processor))
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+    nested = torch.from_numpy(stacked).permute(0, 3, 1, 2)
+    for either in (plain, processor):
+        with pytest.raises(ValueError, match="too many values"):
+            either.image_processor([[nested]], return_tensors="pt")
+
+
+def rotated(picture: Image.Image, path: Path) -> str:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    picture.save(path, "JPEG", exif=exif)
+    return str(path)
+
+
+def test_the_image_processor_alone_takes_paths(tmp_path: Path, plain: Any, pictures: list[Image.Image]) -> None:
+    path, processor = rotated(pictures[0], tmp_path / "a.jpg"), fast(tmp_path)
+    for images in (path, [path], [[path], [path]], [path, pictures[1]]):
+        for method in ("__call__", "preprocess"):
+            for _ in range(2):
+                expected, got = (getattr(p.image_processor, method)(images) for p in (plain, processor))
+                assert all(torch.equal(got[name], expected[name]) for name in expected)
+                if isinstance(got["pixel_values"], LazyPixels) and got["pixel_values"].grids:
+                    got["pixel_values"].digest(0)
+    for nothing in (None, 3, [None]):
+        with pytest.raises(TypeError, match="only a single or a list of entries"):
+            processor.image_processor(nothing)
+
+
+def test_an_opened_image_that_is_drawn_on_is_another(tmp_path: Path, plain: Any, pictures: list[Image.Image]) -> None:
+    path, processor = tmp_path / "a.png", fast(tmp_path)
+    pictures[0].save(path)
+    processor.image_processor(str(path))["pixel_values"].digest(0)
+    opened = processor.image_processor.fetch_images(str(path))
+    opened.paste((255, 0, 0), (0, 0, 90, 90))
+    expected = plain.image_processor(Image.frombytes(opened.mode, opened.size, opened.tobytes()))
+    assert torch.equal(processor.image_processor(opened)["pixel_values"], expected["pixel_values"])
+
+
+def test_every_frame_of_an_animation_counts_as_for_stock(
+    tmp_path: Path, plain: Any, pictures: list[Image.Image]
+) -> None:
+    path, processor = tmp_path / "a.gif", fast(tmp_path)
+    pictures[0].save(path, save_all=True, append_images=pictures[1:])
+    expected = plain.image_processor(str(path))
+    text = "<|vision_start|><|image_pad|><|vision_end|>"
+    for _ in range(2):
+        got = processor.image_processor(str(path))
+        assert torch.equal(got["image_grid_thw"], expected["image_grid_thw"])
+        got["pixel_values"].digest(0)
+        assert torch.equal(got["pixel_values"], expected["pixel_values"])
+        with pytest.raises(ValueError, match="and 3 images"):
+            processor(images=[str(path)], text=[text], return_tensors="pt")
+
+
+def known_pixels(tmp_path: Path, picture: Image.Image) -> LazyPixels:
+    processor = fast(tmp_path)
+    processor.image_processor(picture)["pixel_values"].digest(0)
+    pixels = processor.image_processor(picture)["pixel_values"]
+    assert counts(processor) == (1, 1)
+    return pixels
+
+
+def test_a_second_dtype_keeps_the_rounding_of_the_first(
+    tmp_path: Path, plain: Any, pictures: list[Image.Image]
+) -> None:
+    pixels, expected = known_pixels(tmp_path, pictures[0]), plain.image_processor(pictures[0])["pixel_values"]
+    narrow = pixels.to(torch.bfloat16)
+    assert isinstance(narrow, LazyPixels) and isinstance(narrow.to("cpu", copy=True), LazyPixels)
+    assert torch.equal(narrow.float(), expected.bfloat16().float())
+    assert torch.equal(pixels.to(torch.int32).float(), expected.to(torch.int32).float())
+    assert torch.equal(pixels, expected)
+
+
+def test_pixels_that_inference_computed_can_be_trained_on(tmp_path: Path, pictures: list[Image.Image]) -> None:
+    pixels = known_pixels(tmp_path, pictures[0])
+    with torch.inference_mode():
+        total = pixels.sum()
+    weight = torch.ones(pixels.shape[1], requires_grad=True)
+    (pixels @ weight).sum().backward()
+    assert weight.grad is not None and torch.allclose(weight.grad.sum(), total, rtol=1e-3)
+
+
+def test_pixels_are_lent_through_dlpack(tmp_path: Path, plain: Any, pictures: list[Image.Image]) -> None:
+    expected = plain.image_processor(pictures[0])["pixel_values"]
+    assert torch.equal(torch.from_dlpack(known_pixels(tmp_path, pictures[0])), expected)
+    assert np.array_equal(np.from_dlpack(known_pixels(tmp_path / "b", pictures[0])), expected.numpy())
 
 
 def test_namespaces_know_nothing_of_each_other(tmp_path: Path, pictures: list[Image.Image]) -> None:

@@ -59,6 +59,10 @@ class FastImageProcessing:
         opened = fetch(image_url_or_urls) if isinstance(image_url_or_urls, (str, bytes)) else None
         return super().fetch_images(image_url_or_urls) if opened is None else opened  # type: ignore[misc]
 
+    def _prepare_images_structure(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+        # where the stock code begins, also for callers of `preprocess`: what `fetch_images` only opened is decoded
+        return self._decoded(super()._prepare_images_structure(images, *args, **kwargs))  # type: ignore[misc]
+
     def to_dict(self) -> dict[str, Any]:
         """As the stock method: what is saved knows nothing of the fast path."""
         plain = dict(super().to_dict())  # type: ignore[misc]
@@ -70,15 +74,17 @@ class FastImageProcessing:
         return _revive, (stock, self.__dict__.copy())
 
     def __call__(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+        images = self.fetch_images(images)
         flat: list[Any] = [*make_flat_list_of_images(images)]  # type: ignore[misc]
         settings = None if args or not _plain_request(kwargs) else settings_digest(self, kwargs)
-        if settings is None or not flat:
-            return self._stock(self._decoded(flat) if flat else images, *args, **kwargs)
+        # an array of four dimensions among them is several images, or an error
+        if settings is None or not flat or any(getattr(image, "ndim", 3) != 3 for image in flat):
+            return self._stock(len(flat), images, *args, **kwargs)
         sources = [source_digest(image) for image in flat]
         keys = [None if source is None else self.vlcache.images.key(source, settings) for source in sources]
         known = [None if key is None else self.vlcache.images.find(key) for key in keys]
         if all(item is None for item in keys):
-            return self._stock(self._decoded(flat), **kwargs)
+            return self._stock(len(flat), images, **kwargs)
         parts: list[PixelPart | None] = [
             None if item is None or key is None else self._part(key, item, kept(image), kwargs)
             for key, item, image in zip(keys, known, flat)
@@ -96,7 +102,7 @@ class FastImageProcessing:
         self, missing: Sequence[int], keys: Sequence[str | None], images: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[PixelPart]:
         """Runs the stock code for images that are not known, all in one call."""
-        output = self._stock(self._decoded([images[index] for index in missing]), **kwargs)
+        output = self._stock(len(missing), self._decoded([images[index] for index in missing]), **kwargs)
         pixels, parts, start = output["pixel_values"], [], 0
         for index, grid in zip(missing, output["image_grid_thw"].tolist()):
             stop = start + grid[0] * grid[1] * grid[2]
@@ -115,15 +121,15 @@ class FastImageProcessing:
     ) -> PixelPart:
         images = self.vlcache.images
 
-        def learned(dtype: str, digest: str) -> None:
-            item.digests[dtype] = digest
+        def learned(digests: dict[str, str], anew: bool) -> None:
+            item.digests = digests if anew else {**item.digests, **digests}
             if key is not None:
                 images.learn(key, item)
 
         def compute() -> torch.Tensor:
             if pixels is not None:
                 return pixels
-            return self._stock(self._decoded([image]), **kwargs)["pixel_values"]
+            return self._stock(1, self._decoded([image]), **kwargs)["pixel_values"]
 
         return PixelPart(item.grid, item.width, item.dtype, dict(item.digests), compute, learned)
 
@@ -131,8 +137,8 @@ class FastImageProcessing:
         load = super().fetch_images  # type: ignore[misc]
         return [decoded(image, load) for image in images]
 
-    def _stock(self, images: Any, *args: Any, **kwargs: Any) -> Any:
-        self.vlcache.processed += len(images) if isinstance(images, list) else 1
+    def _stock(self, count: int, images: Any, *args: Any, **kwargs: Any) -> Any:
+        self.vlcache.processed += count
         return super().__call__(images, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -92,5 +92,10 @@ def _read(text: str) -> KnownImage | None:
         return None
     numbers = [*known.grid, known.width]
     sound = len(known.grid) == 3 and all(type(n) is int and 0 < n < 1 << 20 for n in numbers)
-    texts = all(isinstance(item, str) and len(item) <= 64 for pair in known.digests.items() for item in pair)
+    texts = all(
+        isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+        and isinstance(digest, str)
+        and len(digest) <= 64
+        for name, digest in known.digests.items()
+    )
     return known if sound and texts and known.digests else None

@@ -9,7 +9,7 @@ import enum
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 _SOURCE = "vlcache_source"
 # whose versions decide what the processor makes of an image
-_PACKAGES = ("transformers", "torch", "torchvision", "pillow", "numpy")
+_PACKAGES = ("transformers", "torch", "torchvision", "torchcodec", "pillow", "numpy")
 
 
 class _Encoded:
@@ -47,6 +47,8 @@ def fetch(image: str | bytes) -> PIL.Image.Image | None:
         opened = PIL.Image.open(io.BytesIO(data))
     except (OSError, ValueError, PIL.Image.DecompressionBombError):
         return None
+    if opened.format == "GIF" or _is_decoded(opened):
+        return None  # torchvision makes an image of every frame; and what is decoded already is nothing to wait with
     setattr(opened, _SOURCE, _Encoded(data))
     return opened
 
@@ -71,14 +73,27 @@ def _encoded_bytes(text: str) -> bytes | None:
         return None
 
 
+def _source(image: Any) -> _Encoded | None:
+    """The bytes that an image was opened from, as long as nobody has looked at its pixels, and maybe drawn on them."""
+    if isinstance(image, _Encoded):
+        return image
+    encoded: _Encoded | None = getattr(image, _SOURCE, None)
+    return None if encoded is None or _is_decoded(image) else encoded
+
+
+def _is_decoded(image: PIL.Image.Image) -> bool:
+    return (image.__dict__.get("_im") or image.__dict__.get("im")) is not None  # `im` until Pillow 11
+
+
 def kept(image: Any) -> Any:
-    """An image that nobody else can change, for a later look at it.
+    """What `decoded` takes and nobody else can change, for a later look at an image.
 
     Args:
         image: an image of any kind that `source_digest` knows.
     """
-    if getattr(image, _SOURCE, None) is not None:
-        return image
+    encoded = _source(image)
+    if encoded is not None:
+        return encoded
     return image.clone() if isinstance(image, torch.Tensor) else image.copy()
 
 
@@ -86,10 +101,10 @@ def decoded(image: Any, load: Callable[[str], Any]) -> Any:
     """What the processor takes: an image opened by `fetch` is decoded as the processor itself would.
 
     Args:
-        image: an image of any kind that a processor takes.
+        image: an image of any kind that a processor takes, or one that was `kept`.
         load (`Callable[[str], Any]`): the stock `fetch_images`. It gets the very bytes that were hashed.
     """
-    encoded: _Encoded | None = getattr(image, _SOURCE, None)
+    encoded = _source(image)
     if encoded is None:
         return image
     return load("data:image/any;base64," + base64.b64encode(encoded.data).decode())
@@ -105,7 +120,7 @@ def source_digest(image: Any) -> str | None:
     Returns:
         `str` or `None`: `None` for what is not known well enough.
     """
-    encoded: _Encoded | None = getattr(image, _SOURCE, None)
+    encoded = _source(image)
     if encoded is not None:
         return f"encoded {encoded.digest}"
     if isinstance(image, PIL.Image.Image) and type(image).__module__.startswith("PIL."):
@@ -113,14 +128,18 @@ def source_digest(image: Any) -> str | None:
         content = blake3.blake3(image.tobytes()).hexdigest()
         return json.dumps(["pil", image.mode, image.size, palette, repr(image.info.get("transparency")), content])
     if type(image) is torch.Tensor and image.device.type == "cpu" and image.layout == torch.strided:
-        image = image.detach().contiguous().numpy()
-        return _array_digest("tensor", image)
-    return _array_digest("array", image) if type(image) is np.ndarray and image.dtype != object else None
+        if image.requires_grad or image.is_conj() or image.is_neg():
+            return None
+        # as bytes: numpy knows no bfloat16
+        raw = image.contiguous().flatten().view(torch.uint8).numpy()
+        return _array_digest("tensor", str(image.dtype), image.shape, raw)
+    if type(image) is np.ndarray and not image.dtype.hasobject:
+        return _array_digest("array", image.dtype.str, image.shape, np.ascontiguousarray(image).view(np.uint8))
+    return None
 
 
-def _array_digest(kind: str, array: np.ndarray) -> str:
-    content = blake3.blake3(np.ascontiguousarray(array).data).hexdigest()
-    return json.dumps([kind, str(array.dtype), array.shape, content])
+def _array_digest(kind: str, dtype: str, shape: Sequence[int], content: np.ndarray) -> str:
+    return json.dumps([kind, dtype, list(shape), blake3.blake3(content.data).hexdigest()])
 
 
 def settings_digest(image_processor: Any, kwargs: dict[str, Any]) -> str | None:
