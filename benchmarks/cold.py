@@ -11,24 +11,19 @@ it; `--back-to-back` does not wait. Random weights at a CPU-sized shape, fp32, a
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from tqdm import tqdm
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import ttft  # noqa: E402
-
-import offline  # noqa: E402
 import vlcache_hf  # noqa: E402
+from benchmarks.speed import header  # noqa: E402
+from benchmarks.speed.workload import Workload, offline, seconds  # noqa: E402
 from vlcache_hf import VLCache  # noqa: E402
 
 LIMIT = 1.05
@@ -41,17 +36,15 @@ def measure(architecture: Any, tokens: int, rounds: int, wait: bool) -> dict[str
     with tempfile.TemporaryDirectory(prefix="vlcache-cold-") as folder:
         settings = {"cache_dir": folder, "schedule": 0.1, "write_behind": True}
         ours = vlcache_hf.attach(offline.build_model(architecture, "demo"), settings)
-        vision = ours.config.vision_config
-        patch = 3 * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.randn(4 * tokens, patch, generator=torch.Generator().manual_seed(0))
-        inputs = ttft.prompt(tokens, 0, pixels, before=ttft.TEXT_TOKENS // 2)
+        workload = Workload(tokens)
+        inputs = workload.prompt(0, workload.pixels(ours.config))
         for index in tqdm(range(-1, rounds), desc=f"{architecture} {tokens} tokens", disable=None):
             pair: dict[str, float] = {}
             for variant in ("stock", "cold") if index % 2 else ("cold", "stock"):
                 if variant == "stock":
-                    pair[variant] = ttft.seconds(stock, inputs)
+                    pair[variant] = seconds(stock, inputs)
                     continue
-                pair[variant] = ttft.seconds(ours, inputs, VLCache(namespace=f"cold {index}"))
+                pair[variant] = seconds(ours, inputs, VLCache(namespace=f"cold {index}"))
                 record = ours.vlcache.last_request
                 if record.images[0].kv != "miss" or not record.images[0].stored:
                     raise RuntimeError(f"not a cold request that is stored: {record}")
@@ -106,18 +99,7 @@ def main() -> None:
     ]
     print(table(results))
     if args.json:
-        report = {
-            "command": " ".join(["python", "benchmarks/cold.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, fp32, CPU",
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "vlcache_hf": vlcache_hf.__version__,
-            },
-            "results": results,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        header.write(args.json, header.report("benchmarks/cold.py", results))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,18 @@ models differ. The sizes are those of a model in bfloat16 as well, from the form
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import ttft  # noqa: E402
-
-import offline  # noqa: E402
 import vlcache_hf  # noqa: E402
+from benchmarks.speed import header  # noqa: E402
+from benchmarks.speed.workload import Workload, offline  # noqa: E402
 from vlcache_hf import VLCache  # noqa: E402
 from vlcache_hf.precision import STORAGE_DTYPES, KVShape  # noqa: E402
 
@@ -38,10 +34,8 @@ def measure(architecture: Any, tokens: int) -> list[dict[str, Any]]:
     """A row per precision."""
     with tempfile.TemporaryDirectory(prefix="vlcache-precision-") as folder:
         ours = vlcache_hf.attach(offline.build_model(architecture, "demo"), {"cache_dir": folder})
-        vision, text = ours.config.vision_config, ours.config.text_config
-        patch = 3 * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.randn(4 * tokens, patch, generator=torch.Generator().manual_seed(0))
-        inputs = ttft.prompt(tokens, 0, pixels, before=ttft.TEXT_TOKENS // 2)
+        text, workload = ours.config.text_config, Workload(tokens)
+        inputs = workload.prompt(0, workload.pixels(ours.config))
         rows = []
         for storage in STORAGE_DTYPES:
             cold = logits(ours, inputs, storage_dtype=storage)
@@ -90,18 +84,7 @@ def main() -> None:
     rows = [row for name in args.architectures for tokens in args.tokens for row in measure(name, tokens)]
     print(table(rows))
     if args.json:
-        report = {
-            "command": " ".join(["python", "benchmarks/precision.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, fp32, CPU",
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "vlcache_hf": vlcache_hf.__version__,
-            },
-            "results": rows,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        header.write(args.json, header.report("benchmarks/precision.py", rows))
 
 
 if __name__ == "__main__":

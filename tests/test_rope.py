@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
-from vlcache_hf.rope import rotate_into
+from vlcache_hf.rope import rotate_into, signed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -14,7 +14,7 @@ def test_bitwise_equal_to_the_stock_rotation(dtype):
     angles = torch.randn(1, 17, 8, generator=generator).repeat(1, 1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     expected, _ = apply_rotary_pos_emb(states, states, cos, sin)
-    assert torch.equal(rotate_into(torch.empty_like(states), states, cos, sin), expected)
+    assert torch.equal(rotate_into(torch.empty_like(states), states, cos, signed(sin)), expected)
 
 
 def test_writes_into_a_part_of_a_pool():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ from .bits import BitsHash, Canary
 from .keys import Digest
 
 # Attributes outside parameters and buffers that change what a module of these models computes.
-_SCALARS = {
+_SCALARS = (
     "attention_scaling",
     "eps",
     "interpolation_align_corners",
     "interpolation_mode",
     "scaling",
     "variance_epsilon",
-}
+)
 
 
 class FingerprintError(RuntimeError):
@@ -35,8 +35,7 @@ class _Hashed:
     digest: str
 
 
-@dataclass(frozen=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A tensor of the model, or where accelerate keeps it.
 
     Args:
@@ -75,11 +74,13 @@ class WeightsFingerprint:
     def __init__(self) -> None:
         self._seen: dict[str, _Hashed] = {}
         self._canaries: dict[str, Canary] = {}
+        self._totals: dict[str, tuple[list[str], str]] = {}
 
     def refresh(self) -> None:
         """Forgets all that was hashed: the next request reads every weight again."""
         self._seen.clear()
         self._canaries.clear()
+        self._totals.clear()
 
     def digest(self, root: nn.Module, name: str) -> str:
         """Fingerprint of a module.
@@ -95,8 +96,9 @@ class WeightsFingerprint:
         Raises:
             `FingerprintError`: a tensor cannot be read.
         """
-        total = Digest("weights")
-        weights = list(_weights(root, name, total))
+        facts: list[str] = ["weights"]
+        weights: list[_Weight] = []
+        _collect(root, name, facts, weights)
         stale = [weight for weight in weights if not self._known(weight)]
         canary = self._canaries.get(name)
         if canary is not None and canary.changed() - {weight.key for weight in stale}:
@@ -108,8 +110,13 @@ class WeightsFingerprint:
                 self._seen[weight.key] = _Hashed(weakref.ref(weight.anchor), weight.state, digest)
             self._canaries[name] = Canary({weight.key: weight.tensor for weight in weights})
         for weight in weights:
-            total.add(weight.key.removeprefix(name), self._seen[weight.key].digest)
-        return total.hex()
+            facts += (weight.key.removeprefix(name), self._seen[weight.key].digest)
+        # all that the fingerprint is made of is compared; only hashing the same once more is saved
+        known, digest = self._totals.get(name, (None, ""))
+        if facts != known:
+            digest = Digest(*facts).hex()
+            self._totals[name] = (facts, digest)
+        return digest
 
     def _known(self, weight: _Weight) -> bool:
         known = self._seen.get(weight.key)
@@ -118,30 +125,34 @@ class WeightsFingerprint:
         return known.anchor() is weight.anchor and known.state == weight.state
 
 
-def _weights(module: nn.Module, path: str, total: Digest) -> Iterator[_Weight]:
-    """All tensors that take part; the switches of adapters are added to `total`."""
-    live = _live_adapters(module, path, total) if _is_adapter_layer(module) else None
-    for name in sorted(_SCALARS & module.__dict__.keys()):
-        if isinstance(module.__dict__[name], (int, float, str)):  # tuners keep tables by adapter under such names
-            total.add("scalar", path, name, str(module.__dict__[name]))
-    patch = module.__dict__.get("forward")
+def _collect(module: nn.Module, path: str, facts: list[str], weights: list[_Weight]) -> None:
+    """Appends all tensors that take part to `weights`, and what else decides, such as the switches of adapters, to
+    `facts`. It runs at every request, over hundreds of modules."""
+    own = module.__dict__
+    live = _live_adapters(module, path, facts) if _is_adapter_layer(module) else None
+    for name in _SCALARS:
+        if name in own and isinstance(own[name], (int, float, str)):  # tuners keep tables by adapter under such names
+            facts += ("scalar", path, name, str(own[name]))
+    patch = own.get("forward")
     # accelerate wraps forwards too; the vision tower as a whole is wrapped by people who count its calls
-    if patch is not None and "_old_forward" not in module.__dict__ and path != "visual":
-        total.add("forward", path, _code(patch))
-    for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None:
-            yield _located(module, leaf, tensor, f"{path}.{leaf}")
+    if patch is not None and "_old_forward" not in own and path != "visual":
+        facts += ("forward", path, _code(patch))
+    for table in (module._parameters, module._buffers):
+        for leaf, tensor in table.items():
+            if tensor is not None:
+                weights.append(_located(module, leaf, tensor, f"{path}.{leaf}"))
     for name, child in module._modules.items():
         if child is None:
             continue
         if live is not None and _is_adapter_container(child):
-            for weight in _weights(child, f"{path}.{name}", total):
-                if weight.key.removeprefix(f"{path}.{name}.").split(".")[0] in live:
-                    yield weight
+            inner: list[_Weight] = []
+            _collect(child, f"{path}.{name}", facts, inner)
+            first = len(path) + len(name) + 2
+            weights += [weight for weight in inner if weight.key[first:].split(".")[0] in live]
         else:
             # adapters wrap a layer: the name of what they wrap stays that of the bare model
             wrapped = live is not None and name in ("base_layer", "original_module")
-            yield from _weights(child, path if wrapped else f"{path}.{name}", total)
+            _collect(child, path if wrapped else f"{path}.{name}", facts, weights)
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:
@@ -153,20 +164,20 @@ def _is_adapter_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleDict, nn.ParameterDict)) or type(module).__name__ == "BufferDict"
 
 
-def _live_adapters(module: Any, path: str, total: Digest) -> list[str]:
+def _live_adapters(module: Any, path: str, facts: list[str]) -> list[str]:
     """Adapters that take part as modules of their own, with their scaling; merged ones are in the base weights."""
     active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
     live = [adapter for adapter in active if adapter not in getattr(module, "merged_adapters", ())]
     if live:
         # what a tuner keeps beside its parameters: scaling, ranks, indices
-        total.add("adapters", path, type(module).__qualname__, *live)
+        facts += ("adapters", path, type(module).__qualname__, *live)
         for name in sorted({"scaling", *getattr(module, "other_param_names", ())}):
             table = getattr(module, name, None)
             if isinstance(table, nn.Module):  # walked as a module
                 continue
             for adapter in live:
                 value = table.get(adapter) if isinstance(table, dict) else table
-                total.add(name, BitsHash()(value) if isinstance(value, torch.Tensor) else str(value))
+                facts += (name, BitsHash()(value) if isinstance(value, torch.Tensor) else str(value))
     return live
 
 
@@ -179,7 +190,7 @@ def _code(function: Any) -> str:
 
 
 def _located(module: nn.Module, leaf: str, tensor: torch.Tensor, key: str) -> _Weight:
-    if tensor.device.type != "meta":
+    if not tensor.is_meta:
         return _Weight(key, tensor)
     found = _offloaded(module, leaf)
     if found is None:

@@ -211,12 +211,15 @@ def _select(watch: Watch, uses: list[ImageUse], options: Options) -> None:
 
 
 def _add_deepstack(hidden: torch.Tensor, visual: Any, features: Any, level: int) -> None:
-    """Adds the features of one DeepStack level to the image rows that are still active."""
+    """Adds the features of one DeepStack level to the image rows that are still active: parts of those of the first
+    layer, in the same order."""
+    at = 0
     for offset, index, a, b in visual:
-        for other, start, stop, rows in features:
-            if other == index and start <= a and b <= stop:
-                level_rows = rows.deepstack[level][a - start : b - start]
-                hidden[0, offset : offset + b - a] += level_rows.to(hidden.device, hidden.dtype)
+        while features[at][0] != index or features[at][2] < b:
+            at += 1
+        _, start, _, rows = features[at]
+        level_rows = rows.deepstack[level][a - start : b - start]
+        hidden[0, offset : offset + b - a] += level_rows.to(hidden.device, hidden.dtype)
 
 
 def _flat_columns(prompt: Prompt, runs: Any) -> torch.Tensor:

@@ -85,15 +85,14 @@ class Prompt:
             image_keys (sequence of `str`): what the images show, in prompt order.
         """
         contexts = []
-        for index, row in enumerate(self.rows):
-            chain, end = ContextChain(), 0
-            for image, key in zip(self.images, image_keys):
-                if image.row != index:
-                    continue
-                stop = image.start + image.length
-                chain.text(row.ids[end : image.start], row.positions[:, end : image.start])
-                contexts.append(chain.image(key, row.positions[:, image.start : stop]))
-                end = stop
+        chain, end, index = ContextChain(), 0, 0
+        for image, key in zip(self.images, image_keys):  # row by row
+            if image.row != index:
+                chain, end, index = ContextChain(), 0, image.row
+            row, stop = self.rows[index], image.start + image.length
+            chain.text(row.ids[end : image.start], row.positions[:, end : image.start])
+            contexts.append(chain.image(key, row.positions[:, image.start : stop]))
+            end = stop
         return contexts
 
     def layout(self, image: PromptImage) -> np.ndarray:

@@ -13,7 +13,7 @@ from .plan import LayerPlan, Runs, complement
 from .precision import KVShape, StorageError, dequantise
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
-from .rope import rotate_into
+from .rope import rotate_into, signed
 from .store import StoredEntry, StoreReadError
 from .watch import Watch
 
@@ -106,7 +106,7 @@ class RowRope:
     """cos and sin of packed rows, on the devices that ask for them.
 
     Args:
-        cos (`torch.Tensor` of shape `(rows, head_dim)`), sin (`torch.Tensor`): RoPE of the rows.
+        cos (`torch.Tensor` of shape `(rows, head_dim)`), sin (`torch.Tensor`): RoPE of the rows, sin `signed`.
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class PrefillState:
         page = backend.page_size
         longest = max(row.columns.size for row in prompt.rows)
         self.pool_shape = (len(prompt.rows), (longest + page - 1) // page * page)
-        self._cos, self._sin = cos.flatten(0, 1), sin.flatten(0, 1)
+        self._cos, self._sin = cos.flatten(0, 1), signed(sin.flatten(0, 1))
         self.aside: torch.Tensor | None = None
         self._project = project
         self._keys_of = self._queries_of = RowRope(self._cos[flat], self._sin[flat])

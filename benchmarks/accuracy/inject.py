@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vlcache_hf.rope import rotate_into
+from vlcache_hf.rope import rotate_into, signed
 
 NAME = "vlcache_benchmark_inject"
 
@@ -103,7 +103,7 @@ def moved(
     """
     positions = torch.full((3, 1, 1), abs(shift), device=model.device)
     cos, sin = model.model.language_model.rotary_emb(entry[0][0].float(), positions)
-    cos, sin = cos[:, None], sin[:, None] if shift >= 0 else -sin[:, None]
+    cos, sin = cos[:, None], signed(sin[:, None] if shift >= 0 else -sin[:, None])
     found = []
     for keys, values in entry:
         turned = rotate_into(torch.empty_like(keys, dtype=torch.float32), keys.float(), cos, sin)
