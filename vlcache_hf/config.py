@@ -22,7 +22,7 @@ DEFAULT_REMOTE_TTL_S = 7 * 24 * 3600
 
 REUSE_MODES = ("lossy", "exact")
 GUARDS = ("off", "warn", "escalate")
-DEFAULT_GUARD_THRESHOLD = 0.75
+DEFAULT_GUARD_THRESHOLD = 0.7
 SEGMENT_BACKENDS = ("auto", "sdpa", "flash_attention_2", "varlen")
 REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 BASE_KERNELS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -120,7 +120,7 @@ class VLCacheConfig:
             by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
             full (`"escalate"`), which also stores it for this context. In a prompt with several images `"escalate"`
             reuses in the same context only: what their KV says of their order does not show in the sample.
-        guard_threshold (`float`, *optional*, defaults to 0.75):
+        guard_threshold (`float`, *optional*, defaults to 0.7):
             Relative deviation `|computed - stored| / |computed|` of the first tokens' values, above which it acts.
             The default separates best on the two trained models of `examples/tiny_models`; `vlcache audit` shows what
             a model of yours has.

@@ -69,7 +69,7 @@ def test_json_alone_and_choices(checkpoint: Path, prompts: Path) -> None:
     options = ("--schedule", "0,0.5", "--schedule", "0.5", "--policy", "prefix", "--policy", "suffix", "--json", "-")
     report = json.loads(audit(checkpoint, prompts, *options, "--guard", "warn", "--max-flips", "0.5").stdout)
     assert [case["label"] for case in report["cases"]] == ["0", "0.5", "0 suffix", "0.5 suffix"]
-    assert report["max_flips"] == 0.5 and report["guard"]["threshold"] == 0.75
+    assert report["max_flips"] == 0.5 and report["guard"]["threshold"] == 0.7
 
 
 def test_broken_images_fail_alone_and_are_tried_again(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

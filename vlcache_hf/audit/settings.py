@@ -21,7 +21,7 @@ class AuditSettings:
         schedules (sequence, *optional*): values of `VLCacheConfig.schedule`, each below 1.
         policies (sequence of `str`, *optional*): values of `VLCacheConfig.policy`; each is tried with each schedule.
         guard (`str`, *optional*, defaults to `"off"`): `VLCacheConfig.guard` while reusing.
-        guard_threshold (`float`, *optional*, defaults to 0.75): `VLCacheConfig.guard_threshold`.
+        guard_threshold (`float`, *optional*, defaults to 0.7): `VLCacheConfig.guard_threshold`.
         max_new_tokens (`int`, *optional*, defaults to 32): tokens of an answer.
         max_flips (`float`, *optional*, defaults to 0.01): share of answers that may differ, for the recommendation.
 

@@ -70,7 +70,7 @@ def _number(text: str) -> str | float:
     help="Which tokens are recomputed; may be repeated.",
 )
 @click.option("--guard", type=click.Choice(GUARDS), default="off", show_default=True, help="The guard while reusing.")
-@click.option("--guard-threshold", type=float, help="Deviation above which the guard acts.  [default: 0.75]")
+@click.option("--guard-threshold", type=float, help="Deviation above which the guard acts.  [default: 0.7]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of an answer.")
 @click.option(
     "--max-flips", type=float, default=0.01, show_default=True, help="Share of answers that may differ, to recommend."
