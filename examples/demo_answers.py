@@ -54,7 +54,7 @@ def show(cache_dir: Path) -> int:
         for kind, first, expected in PROMPTS:
             turn = question(rng, grid, kind)
             messages = conversation([grid], [turn], question_first=first)[:-1]
-            said = [reply(*pair, _shown(messages)) for pair in ((stock, processor), (model, fast))]
+            said = [reply(*pair, tasks.shown(messages)) for pair in ((stock, processor), (model, fast))]
             (record,) = model.vlcache.last_request.images
             asked += 1
             right = [count + (answer == turn[1]) for count, answer in zip(right, said)]
@@ -69,20 +69,6 @@ def show(cache_dir: Path) -> int:
     for problem in problems:
         print(f"FAILED: {problem}")
     return 1 if problems or right[1] < asked - 2 else 0
-
-
-def _shown(messages: list[Any]) -> list[Any]:
-    """The chat with pictures as the processor takes them."""
-    return [
-        {
-            **message,
-            "content": [
-                {**part, "image": part["image"].image()} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        for message in messages
-    ]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from .keys import Digest, ModelKeys
 from .policies import RecomputePolicy, resolve_policy
 from .precision import AS_COMPUTED
 from .schedule import RecomputeSchedule
+from .schedule_hub import cached_repo_id
 from .store import Store
 
 
@@ -55,10 +56,7 @@ def model_label(config: Any, keys: ModelKeys) -> str:
     """
     name = str(getattr(config, "_name_or_path", "") or "")
     if os.path.isdir(name):
-        parts = os.path.abspath(name).split(os.sep)
-        # a snapshot in the cache of the Hub is a folder named by a commit; the model's name stands further up
-        hub = next((part for part in parts if part.startswith("models--")), None)
-        name = hub.removeprefix("models--").replace("--", "/") if hub else parts[-1]
+        name = cached_repo_id(name) or os.path.basename(os.path.abspath(name))
     # A file name may hold bytes that are no text, and a header with them could not be read again.
     name = (name or config.model_type).encode("utf-8", "replace").decode()[:128]
     return f"{name}@{Digest('model', keys.vision, keys.text).hex()[:12]}"

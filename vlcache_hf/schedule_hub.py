@@ -62,6 +62,18 @@ def shipped_file(name: str) -> Path | None:
     return file if file.is_file() else None
 
 
+def cached_repo_id(folder: str) -> str | None:
+    """The repository whose snapshot a folder is, if it lies in the Hub's cache: such a folder is named by a commit,
+    and the model's name stands further up.
+
+    Args:
+        folder (`str`): path of a local folder.
+    """
+    parts = os.path.abspath(folder).split(os.sep)
+    repo = next((part for part in parts if part.startswith("models--")), None)
+    return repo.removeprefix("models--").replace("--", "/") if repo else None
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form `org/name` of a repository on the Hub."""
     try:

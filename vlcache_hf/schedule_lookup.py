@@ -13,7 +13,15 @@ from typing import Any
 from huggingface_hub import constants, metadata_load, try_to_load_from_cache
 
 from .schedule import RecomputeSchedule
-from .schedule_hub import SCHEDULE_NAME, is_hub_id, loaded_commit, peek, shipped_file, shipped_schedules
+from .schedule_hub import (
+    SCHEDULE_NAME,
+    cached_repo_id,
+    is_hub_id,
+    loaded_commit,
+    peek,
+    shipped_file,
+    shipped_schedules,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +69,7 @@ class ModelFacts:
         """The model's id on the Hub, if it was loaded by it or from a folder in the Hub's cache."""
         if not os.path.isdir(self.name):
             return self.name if is_hub_id(self.name) else None
-        parts = os.path.abspath(self.name).split(os.sep)
-        repo = next((part for part in parts if part.startswith("models--")), None)
-        return repo.removeprefix("models--").replace("--", "/") if repo else None
+        return cached_repo_id(self.name)
 
     @property
     def label(self) -> str:

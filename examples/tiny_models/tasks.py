@@ -139,7 +139,11 @@ def _sample(rng: np.random.Generator, kind: Kind, layout: Layout, size: int) -> 
 
 def _prompt(pictures: list[Picture], turns: list[tuple[str, str]], system: str, first: bool = False) -> list[Message]:
     """A conversation without its last answer, with PIL images."""
-    found = conversation(pictures, turns, system, first)[:-1]
+    return shown(conversation(pictures, turns, system, first)[:-1])
+
+
+def shown(messages: list[Message]) -> list[Message]:
+    """A conversation of `grammar.conversation` with its pictures as the processor takes them."""
     return [
         {
             "role": message["role"],
@@ -148,5 +152,5 @@ def _prompt(pictures: list[Picture], turns: list[tuple[str, str]], system: str, 
                 for part in message["content"]
             ],
         }
-        for message in found
+        for message in messages
     ]

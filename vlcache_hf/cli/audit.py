@@ -13,8 +13,8 @@ import click
 from ..config import GUARDS
 from ..policies import POLICIES
 from .common import Misuse, bar, note, plural, settings
+from .models import DTYPES, load_model, model_option
 from .units import printable
-from .warm import DTYPES, _load
 
 if TYPE_CHECKING:
     from ..audit import AuditReport, AuditSettings, CaseResult
@@ -45,7 +45,7 @@ def _number(text: str) -> str | float:
 
 
 @click.command()
-@click.option("--model", "model_id", required=True, metavar="PATH_OR_ID", help="The model: a folder, or a Hub id.")
+@model_option
 @click.option(
     "--prompts",
     required=True,
@@ -132,7 +132,7 @@ def audit(
     except SampleError as error:
         raise Misuse(f"--prompts {error}") from None
     # a folder of the default is never touched: all calls of an audit name their own
-    model, processor = _load(model_id, dtype, device, settings(remote="", read_only=True, max_ram_bytes=0))
+    model, processor = load_model(model_id, dtype, device, settings(remote="", read_only=True, max_ram_bytes=0))
     try:
         with bar(total=2 * len(samples), desc="auditing", unit="step") as progress:
             report = run(model, processor, samples, tried, kept, progress.update)

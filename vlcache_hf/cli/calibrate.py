@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .common import Misuse, note, print_json
+from .models import images_option, load_model, model_option
 
 if TYPE_CHECKING:
     from ..calibration import CalibrationResult
@@ -34,14 +35,8 @@ class _Several(click.Command):
 
 
 @click.command(cls=_Several)
-@click.option("--model", "model_id", required=True, metavar="PATH_OR_ID", help="The model: a folder, or a Hub id.")
-@click.option(
-    "--images",
-    "folder",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of images; those in folders below it count too.",
-)
+@model_option
+@images_option
 @click.option(
     "--prompts",
     "file",
@@ -107,7 +102,7 @@ def calibrate(
         )
     except ValueError as error:
         raise Misuse(str(error)) from None
-    model, processor = _load(model_id, dtype, device)
+    model, processor = load_model(model_id, dtype, device, None)
     from .. import calibration
 
     start = time.perf_counter()
@@ -142,12 +137,6 @@ def _require_matplotlib() -> None:
 
     if find_spec("matplotlib") is None:
         raise Misuse("--plots needs matplotlib, which is not installed: pip install 'vlcache-hf[plots]'.")
-
-
-def _load(model_id: str, dtype: str, device: str) -> tuple[Any, Any]:
-    from .warm import _load as load
-
-    return load(model_id, dtype, device, None)
 
 
 def _report(result: CalibrationResult, out: Path, seconds: float) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .common import Misuse, bar, common_options, note, plural, print_json, settings
+from .models import DTYPES, images_option, load_model, model_option
 from .server import remote_url
 from .units import Size, printable, size_text
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -141,44 +141,10 @@ def _batches(paths: Sequence[Path], size: int) -> Iterator[Sequence[Path]]:
         yield paths[start : start + size]
 
 
-def _load(model_id: str, dtype: str, device: str, config: Any) -> tuple[Any, Any]:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    try:
-        processor = AutoProcessor.from_pretrained(model_id)
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            model_id,
-            dtype=dtype,
-            device_map="auto" if device == "auto" else {"": device},
-            attn_implementation="vlcache",
-            vlcache_config=config,
-        )
-    except Exception as error:  # whatever transformers, the Hub and torch raise at names, files and devices
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Misuse(
-            f"--model {model_id!r} could not be loaded (dtype {dtype}, device {device}): {lines[0]} "
-            "Give a Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE model: a folder, or an id on the Hub."
-        ) from None
-    if not hasattr(model, "vlcache"):
-        raise Misuse(
-            f"--model {model_id!r} is a {type(model).__name__}, which has no image cache. "
-            "Give a Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE model."
-        )
-    # generation continues at the end of a row
-    processor.tokenizer.padding_side = "left"
-    return model.eval(), processor
-
-
 @click.command()
 @common_options
-@click.option("--model", "model_id", required=True, metavar="PATH_OR_ID", help="The model: a folder, or a Hub id.")
-@click.option(
-    "--images",
-    "folder",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of images; those in folders below it count too.",
-)
+@model_option
+@images_option
 @click.option("--prompt", default="Describe the image.", show_default=True, help="Text behind the image.")
 @click.option("--system", help="The system turn that requests will have: another one is another context.")
 @click.option("--namespace", help="The namespace of the entries.  [default: $VLCACHE_NAMESPACE]")
@@ -226,7 +192,7 @@ def warm(
         open_store(config)
     except (ImportError, ValueError) as error:  # of the server
         raise Misuse(str(error)) from None
-    model, processor = _load(model_id, dtype, device, config)
+    model, processor = load_model(model_id, dtype, device, config)
     warmer, start = Warmer(model, processor, prompt, system), time.perf_counter()
     try:
         with bar(total=len(paths), desc="warming", unit="image") as progress:

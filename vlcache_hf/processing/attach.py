@@ -102,7 +102,7 @@ class FastImageProcessing:
         self, missing: Sequence[int], keys: Sequence[str | None], images: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[PixelPart]:
         """Runs the stock code for images that are not known, all in one call."""
-        output = self._stock(len(missing), self._decoded([images[index] for index in missing]), **kwargs)
+        output = self._stock(len(missing), [images[index] for index in missing], **kwargs)
         pixels, parts, start = output["pixel_values"], [], 0
         for index, grid in zip(missing, output["image_grid_thw"].tolist()):
             stop = start + grid[0] * grid[1] * grid[2]
