@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("skimage")
 
@@ -25,6 +27,7 @@ from vlcache_hf.audit import (  # noqa: E402
     Rate,
     SampleError,
     audit,
+    calibrated_threshold,
     read_samples,
 )
 from vlcache_hf.audit import measure as measuring  # noqa: E402
@@ -144,14 +147,14 @@ def test_in_operation_counts_the_order_of_the_prompts(ours: Any, processor: Any,
         [turn(a, "And now?")],  # exact
         [turn(BEFORE, a, QUESTION)],  # reused
         [turn(b, QUESTION)],  # miss
-        [turn(a, b, QUESTION)],  # a exact, b reused
+        [turn(a, b, QUESTION)],  # a exact, b computed in full: there are two
         [turn(BEFORE, a, "Again?")],  # met before with a loss: computed in full once
         [turn(BEFORE, a, "And again?")],  # exact
     ]
     report = audit(ours, processor, [AuditSample(chat) for chat in chats], quick(schedules=(0.5,)))
-    assert report.in_operation == {"exact": 2, "reused": 2, "miss": 3}
+    assert report.in_operation == {"exact": 2, "reused": 1, "miss": 4}
     assert (report.prompts, report.same_context, report.failed) == (7, 0, [])
-    assert 'reuse="exact" computes 2 of 4 hits in full, 50 % of them' in report.recommendation[1]
+    assert 'reuse="exact" computes 1 of 3 hits in full, 33.3 % of them' in report.recommendation[1]
 
 
 def test_a_context_that_is_the_same_is_said_to_be_exact(ours: Any, processor: Any, pictures: list[Any]) -> None:
@@ -477,3 +480,48 @@ def test_noise_is_named() -> None:
     advice = dataclasses.replace(noisy, exact=flips).recommendation
     assert advice[1] == "No image comes twice in these prompts: in this order nothing is a hit."
     assert advice[2].startswith("Exact hits too differ in 2 of 1000 answers")
+
+
+@pytest.mark.parametrize(
+    ("harmed", "limit", "expected"),
+    [
+        ("", 0.01, 0.4),  # nothing is known of what lies above
+        ("4", 0.01, 0.3),
+        ("4", 0.25, 0.4),
+        ("24", 0.25, 0.3),
+        ("1", 0.01, 0.0),
+    ],
+)
+def test_the_calibrated_threshold_is_the_highest_that_lets_little_harm_pass(
+    harmed: str, limit: float, expected: float
+) -> None:
+    deviations = [0.4, 0.1, 0.3, 0.2]
+    assert calibrated_threshold(deviations, [str(round(10 * d)) in harmed for d in deviations], limit) == expected
+
+
+def test_of_equal_deviations_all_pass_or_none() -> None:
+    assert calibrated_threshold([0.1, 0.2, 0.2], [False, False, True], 0.0) == 0.1
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.booleans())), st.floats(0, 1))
+def test_what_passes_the_calibrated_threshold_is_within_the_limit(
+    prompts: list[tuple[float, bool]], limit: float
+) -> None:
+    deviations, harmed = [d for d, _ in prompts], [h for _, h in prompts]
+    found = calibrated_threshold(deviations, harmed, limit)
+    passed = [h for d, h in prompts if d <= found and (found or limit)]
+    assert found == 0.0 or sum(passed) <= limit * len(prompts) + 1e-6
+    higher = sorted({d for d in deviations if d > found})
+    if higher:  # one step more would be too much
+        assert sum(h for d, h in prompts if d <= higher[0]) > limit * len(prompts)
+
+
+def test_the_report_says_the_threshold_of_every_case(ours: Any, processor: Any, pictures: list[Any]) -> None:
+    samples = [AuditSample([turn(BEFORE, picture, QUESTION)]) for picture in pictures]
+    report = audit(ours, processor, samples, quick(schedules=(0.0, 0.5)))
+    for case in report.cases:
+        assert case.guard_threshold in (0.0, *report.deviations)
+        assert case.to_dict()["guard_threshold"] == case.guard_threshold
+    guarded = audit(ours, processor, samples, quick(guard="escalate", guard_threshold=100.0))
+    assert [case.guard_threshold for case in guarded.cases] == [None] * len(guarded.cases)
+    assert report.exact.guard_threshold is None

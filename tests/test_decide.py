@@ -15,7 +15,7 @@ A, B = tiny.image(1), tiny.image(2, 8, 12)
 
 @pytest.fixture
 def ours(tmp_path):
-    return attach(tiny.stock("qwen2_5_vl"), {"cache_dir": tmp_path, "schedule": 0.25})
+    return attach(tiny.stock("qwen2_5_vl"), {"cache_dir": tmp_path, "schedule": 0.25, "lossy_multi_image": True})
 
 
 def ask(model, *parts, **settings):
@@ -83,6 +83,25 @@ def test_rows_behind_a_lossy_reuse_are_not_stored(ours, tmp_path):
     assert ask(ours, *parts) == ["miss", "miss"]
     assert [image.stored for image in ours.vlcache.last_request.images] == [True, True]
     assert ask(ours, *parts) == ["exact", "exact"]
+
+
+def test_by_default_several_images_are_not_reused_from_other_contexts(ours, tmp_path):
+    """Their KV says which of them they are: a model would answer about the wrong one."""
+    ask(ours, tiny.text(1, 4), A, tiny.text(9, 3))
+    ask(ours, tiny.text(1, 4), B, tiny.text(9, 3))
+    parts = (tiny.text(2, 4), B, tiny.text(3, 3), A, tiny.text(9, 3))
+    inputs = tiny.batch(tiny.prompt(*parts), tiny.prompt(tiny.text(5, 4), A, tiny.text(9, 3)))
+    with torch.no_grad():
+        expected = tiny.stock("qwen2_5_vl")(**tiny.clone(inputs), logits_to_keep=1).logits[0]
+        got = ours(**inputs, logits_to_keep=1, cache=VLCache(lossy_multi_image=False)).logits[0]
+    images = ours.vlcache.last_request.images
+    assert [image.kv for image in images] == ["miss", "miss", "reused"], "the other row has one image"
+    assert [image.encoder for image in images] == ["hit", "hit", "hit"]
+    assert [image.stored for image in images] == [True, True, False]
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert ask(ours, *parts, lossy_multi_image=False) == ["exact", "exact"]
+    with pytest.raises(ValueError, match="lossy_multi_image"):
+        VLCache(lossy_multi_image=1)
 
 
 def test_taint_stays_in_its_row(ours, tmp_path):

@@ -50,7 +50,7 @@ def shared(architecture):
 
 @pytest.fixture
 def cached(shared, tmp_path):
-    return vlcache_hf.attach(shared, {"cache_dir": tmp_path / "cache"})
+    return vlcache_hf.attach(shared, {"cache_dir": tmp_path / "cache", "lossy_multi_image": True})
 
 
 @pytest.fixture

@@ -27,7 +27,9 @@ def stock(architecture: str) -> Any:
 
 @pytest.fixture
 def ours(architecture: str, tmp_path: Path) -> Any:
-    return attach(tiny.stock(architecture), {"cache_dir": tmp_path / "cache", "schedule": 0.25})
+    return attach(
+        tiny.stock(architecture), {"cache_dir": tmp_path / "cache", "schedule": 0.25, "lossy_multi_image": True}
+    )
 
 
 IMAGE_A, IMAGE_B = tiny.image(1, 8, 12), tiny.image(2, 12, 8)

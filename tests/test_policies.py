@@ -71,7 +71,7 @@ def test_what_is_no_policy_is_refused(bad: Any) -> None:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Any:
-    return attach(tiny.stock("qwen3_vl"), {"cache_dir": tmp_path, "schedule": 0.25})
+    return attach(tiny.stock("qwen3_vl"), {"cache_dir": tmp_path, "schedule": 0.25, "lossy_multi_image": True})
 
 
 def inputs(before: list[int]) -> dict[str, torch.Tensor]:

@@ -171,3 +171,14 @@ def test_no_two_shipped_models_have_the_same_architecture():
 
 def test_the_shipped_folder_is_the_one_of_the_checkout():
     assert shipped_schedules() == SCHEDULES
+
+
+def test_the_threshold_of_the_guard_travels_with_the_schedule(tmp_path):
+    schedule = RecomputeSchedule((0.5, 0.1), guard_threshold=0.8)
+    schedule.save_pretrained(tmp_path)
+    assert RecomputeSchedule.from_pretrained(tmp_path) == schedule
+    assert "guard_threshold" not in RecomputeSchedule((0.5, 0.1)).to_dict()
+    with pytest.raises(ValueError, match="`guard_threshold` must be a deviation of at least 0, got -1"):
+        RecomputeSchedule((0.5,), guard_threshold=-1)
+    with pytest.raises(ValueError, match="`guard_threshold` in the schedule must be a float, got 'high'"):
+        RecomputeSchedule.from_dict({"version": 1, "ratios": [0.5], "guard_threshold": "high"})

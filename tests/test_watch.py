@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from vlcache_hf import VLCache, attach
+from vlcache_hf import RecomputeSchedule, VLCache, attach
 from vlcache_hf.plan import ImageSpan, plan_prefill
 from vlcache_hf.policies import LargestDeviation, Prefix, Suffix
 from vlcache_hf.watch import PROBE_TOKENS, Watch, probe_layer, with_probe
@@ -123,7 +123,7 @@ def test_only_the_image_that_differs_is_computed_in_full(ours: Any) -> None:
     ask(ours, FIRST, IMAGE, tiny.text(7, 6))
     ask(ours, tiny.text(3, 2), MORE, tiny.text(7, 6))
     parts = (FIRST, IMAGE, OTHER, MORE, tiny.text(7, 6))
-    got = ask(ours, *parts, guard="escalate", guard_threshold=0.01)
+    got = ask(ours, *parts, guard="escalate", guard_threshold=0.01, lossy_multi_image=True)
     assert guards(ours) == [("exact", ""), ("miss", "escalated")]
     assert (got - _stock(*parts)).abs().max() < 1e-5
     assert [image.stored for image in ours.vlcache.last_request.images] == [False, True]
@@ -174,16 +174,14 @@ def _stock(*parts: Any) -> torch.Tensor:
         return tiny.stock("qwen3_vl")(**tiny.batch(tiny.prompt(*parts)), logits_to_keep=1).logits
 
 
-def test_in_a_prompt_with_several_images_nothing_of_another_context_is_reused(ours: Any) -> None:
-    """Which of the images each of them is, is in their KV, and the sample does not show it."""
+def test_the_threshold_is_that_of_the_settings_else_of_the_schedule(ours: Any) -> None:
     ask(ours, FIRST, IMAGE, tiny.text(7, 6))
-    ask(ours, tiny.text(3, 2), MORE, tiny.text(7, 6))
-    parts = (OTHER, IMAGE, tiny.text(4, 3), MORE, tiny.text(7, 6))
-    settings = {"guard": "escalate", "guard_threshold": 100.0}
-    got = ask(ours, *parts, **settings)
-    assert guards(ours) == [("miss", "escalated")] * 2 and ours.vlcache.last_request.abandoned == 0
-    assert (got - _stock(*parts)).abs().max() < 1e-5
-    ask(ours, *parts, **settings)
-    assert guards(ours) == [("exact", "")] * 2
-    ask(ours, tiny.text(9, 5), IMAGE, tiny.text(7, 6), **settings)
-    assert guards(ours) == [("reused", "")], "alone it is judged by what is seen"
+    low, high = (RecomputeSchedule((0.0,) * 4, guard_threshold=limit) for limit in (0.01, 100.0))
+    for seed, settings, guarded in (
+        (2, {"schedule": high}, ""),
+        (3, {"schedule": low}, "warned"),
+        (4, {"schedule": low, "guard_threshold": 100.0}, ""),
+        (5, {"schedule": high, "guard_threshold": 0.01}, "warned"),
+    ):
+        ask(ours, tiny.text(seed, 5), IMAGE, tiny.text(7, 6), guard="warn", **settings)
+        assert guards(ours) == [("reused", guarded)]

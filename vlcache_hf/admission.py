@@ -13,12 +13,12 @@ class Admission:
     """
 
     def __init__(self, options: Options) -> None:
-        self._config, self._store = options.config, options.store
+        self._options, self._store = options, options.store
         self._seen: dict[str, bool] = {}
 
     def large_enough(self, tokens: int) -> bool:
         """Whether an image has the tokens from which on it is looked up and stored at all."""
-        return tokens >= self._config.min_tokens
+        return tokens >= self._options.min_tokens
 
     def stores(self, key: str, tokens: int, nbytes: int) -> bool:
         """Whether an entry that was not found is stored; asked before anything is copied.
@@ -30,7 +30,7 @@ class Admission:
         """
         if not self.large_enough(tokens) or not self._store.accepts(nbytes):
             return False
-        limit = self._config.second_sight_bytes
+        limit = self._options.config.second_sight_bytes
         if limit is None or nbytes <= limit:
             return True
         if key not in self._seen:

@@ -12,6 +12,7 @@ from .policies import RecomputePolicy, resolve_policy
 from .precision import STORAGE_DTYPES
 from .schedule import RecomputeSchedule
 
+AUTO = "auto"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
 GIB = 1024**3
@@ -38,14 +39,18 @@ def _default_cache_dir(local: bool = False) -> str:
     return os.path.join(home, "vlcache")
 
 
-def _env_int(name: str, default: int) -> int:
+def _env_int(name: str, default: int, of: str = "bytes") -> int:
     text = os.environ.get(name)
     if text is None:
         return default
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"The environment variable {name} must be a whole number of bytes, got {text!r}.") from None
+        raise ValueError(f"The environment variable {name} must be a whole number of {of}, got {text!r}.") from None
+
+
+def _env_min_tokens() -> int | str:
+    return AUTO if os.environ.get("VLCACHE_MIN_TOKENS", AUTO) == AUTO else _env_int("VLCACHE_MIN_TOKENS", 1, "tokens")
 
 
 def _env_bool(name: str, default: str = "") -> bool:
@@ -109,6 +114,11 @@ class VLCacheConfig:
         reuse (`str`, *optional*, defaults to `$VLCACHE_REUSE` or `"lossy"`):
             `"lossy"` is the paper's method: an image met in another context is reused with partial recompute.
             `"exact"` serves lossless hits only and computes everything else in full.
+        lossy_multi_image (`bool`, *optional*, defaults to `False`):
+            Reuse images of other contexts also in prompts that show several. Their KV says which of them they are, so
+            that a model may answer about the wrong one (benchmarks/accuracy: 98 % right answers become 9 % where two
+            pictures change places). By default such prompts reuse lossless hits only; a new order is computed once in
+            full, without the vision tower, and stored.
         contexts_per_image (`int`, *optional*, defaults to 4):
             How many entries, one per context, are kept for an image (least recently used go first).
         policy (`str` or `RecomputePolicy`, *optional*, defaults to `"prefix"`):
@@ -118,12 +128,12 @@ class VLCacheConfig:
         guard (`str`, *optional*, defaults to `$VLCACHE_GUARD` or `"off"`):
             What is done when the rows that a reused image recomputes in the first layers differ from the stored ones
             by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
-            full (`"escalate"`), which also stores it for this context. In a prompt with several images `"escalate"`
-            reuses in the same context only: what their KV says of their order does not show in the sample.
-        guard_threshold (`float`, *optional*, defaults to 0.7):
+            full (`"escalate"`), which also stores it for this context. It does not see when images of one prompt are
+            mixed up (`lossy_multi_image`).
+        guard_threshold (`float`, *optional*, defaults to that of the schedule's file, or 0.7):
             Relative deviation `|computed - stored| / |computed|` of the first tokens' values, above which it acts.
-            The default separates best on the two trained models of `examples/tiny_models`; `vlcache audit` shows what
-            a model of yours has.
+            0.7 separates best on the two trained models of `examples/tiny_models` together; `vlcache audit` says what
+            is right for a model of yours.
         namespace (`str`, *optional*, defaults to `$VLCACHE_NAMESPACE` or `""`):
             Part of every key. Entries are never shared between namespaces: one per tenant.
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
@@ -135,8 +145,9 @@ class VLCacheConfig:
             Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):
             Nothing is stored when the disk would have less free space than this.
-        min_tokens (`int`, *optional*, defaults to 1):
-            Images of fewer tokens are neither looked up nor stored.
+        min_tokens (`int` or `str`, *optional*, defaults to `$VLCACHE_MIN_TOKENS` or `"auto"`):
+            Images of fewer tokens are neither looked up nor stored. `"auto"`: where a hit would cost more than it
+            saves, by the shape of the model and the kind of device (see `vlcache_hf.threshold`), at most 256.
         second_sight_bytes (`int`, *optional*):
             Entries larger than this are stored when their image is met for the second time, so that large images that
             come once cost no writing. `None` stores everything at first sight.
@@ -168,16 +179,17 @@ class VLCacheConfig:
     )
     schedule: str | float | os.PathLike[str] | RecomputeSchedule = "auto"
     reuse: str = field(default_factory=lambda: os.environ.get("VLCACHE_REUSE", "lossy"))
+    lossy_multi_image: bool = False
     contexts_per_image: int = 4
     policy: str | RecomputePolicy = "prefix"
     guard: str = field(default_factory=lambda: os.environ.get("VLCACHE_GUARD", "off"))
-    guard_threshold: float = DEFAULT_GUARD_THRESHOLD
+    guard_threshold: float | None = None
     namespace: str = field(default_factory=lambda: os.environ.get("VLCACHE_NAMESPACE", ""))
     read_only: bool = field(default_factory=lambda: _env_bool("VLCACHE_READ_ONLY"))
     max_ram_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MAX_RAM_BYTES", DEFAULT_MAX_RAM_BYTES))
     write_behind: bool = field(default_factory=lambda: _env_bool("VLCACHE_WRITE_BEHIND", "1"))
     min_free_bytes: int = field(default_factory=lambda: _env_int("VLCACHE_MIN_FREE_BYTES", DEFAULT_MIN_FREE_BYTES))
-    min_tokens: int = 1
+    min_tokens: int | str = field(default_factory=_env_min_tokens)
     second_sight_bytes: int | None = None
     storage_dtype: str = "auto"
     # not in the `repr`, which ends up in logs: it may hold a password
@@ -214,17 +226,21 @@ class VLCacheConfig:
             raise ValueError(f"`remote_timeout_s` must be seconds above 0, got {self.remote_timeout_s!r}.")
         if not _is_count(self.remote_ttl_s, 1):
             raise ValueError(f"`remote_ttl_s` must be whole seconds from 1, got {self.remote_ttl_s!r}.")
-        for name in ("contexts_per_image", "min_tokens"):
-            if not _is_count(getattr(self, name), 1):
-                raise ValueError(f"`{name}` must be a whole number from 1, got {getattr(self, name)!r}.")
+        if not _is_count(self.contexts_per_image, 1):
+            raise ValueError(f"`contexts_per_image` must be a whole number from 1, got {self.contexts_per_image!r}.")
+        if self.min_tokens != AUTO and not _is_count(self.min_tokens, 1):
+            raise ValueError(f'`min_tokens` must be a whole number from 1, or "auto", got {self.min_tokens!r}.')
         if self.second_sight_bytes is not None and not _is_count(self.second_sight_bytes, 0):
             raise ValueError(
                 "`second_sight_bytes` must be whole bytes, or None to store everything at first sight, got "
                 f"{self.second_sight_bytes!r}."
             )
+        if not isinstance(self.lossy_multi_image, bool):
+            raise ValueError(f"`lossy_multi_image` must be True or False, got {self.lossy_multi_image!r}.")
         if not isinstance(self.namespace, str):
             raise ValueError(f"`namespace` must be a string, got {self.namespace!r}.")
-        if not isinstance(self.guard_threshold, (int, float)) or not 0.0 <= self.guard_threshold < float("inf"):
+        limit = 0.0 if self.guard_threshold is None else self.guard_threshold
+        if not isinstance(limit, (int, float)) or not 0.0 <= limit < float("inf"):
             raise ValueError(f"`guard_threshold` must be a deviation of at least 0, got {self.guard_threshold!r}.")
         resolve_policy(self.policy)
         _check_schedule(self.schedule)

@@ -118,21 +118,19 @@ class _Decision:
             return found
         if tainting is not None and tainting.kind == "exact" and self._met_before(use):
             self.rows_to_promote.add(image.row)
-        if options.lossy_allowed and (use.group, use.context) not in self._refused:
+        if self._lossy_allowed(image.row) and (use.group, use.context) not in self._refused:
             names = (name for name in options.store.names(KIND, use.group) if name != use.context)
             hits = (self._look_up(use.group, name, image.length, use.grid) for name in names)
             other = next((hit for hit in hits if hit is not None), None)
             if other is not None and (tainting is not None or not self._met_before(use)):
-                if options.config.guard == "escalate" and self._several(image.row):
-                    use.record.guarded = "escalated"
-                else:
-                    _hit(use, "reused", other, _recompute(options, image.length))
+                _hit(use, "reused", other, _recompute(options, image.length))
         return None
 
-    def _several(self, row: int) -> bool:
-        """Whether a row has several images: their KV says which of them they are, and the guard's sample does not show
-        that (measured in benchmarks/accuracy)."""
-        return sum(image.row == row for image in self._prompt.images) > 1
+    def _lossy_allowed(self, row: int) -> bool:
+        """Whether an image of a row may be reused from another context. Not by default where the row has several: KV
+        says which of them an image is, and reuse then mixes them up (measured in benchmarks/accuracy)."""
+        several = sum(image.row == row for image in self._prompt.images) > 1
+        return self._options.lossy_allowed and (self._options.config.lossy_multi_image or not several)
 
     def _met_before(self, use: ImageUse) -> bool:
         """Whether an earlier request met the image in this very context, with a loss: then it is worth computing once

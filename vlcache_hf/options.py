@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from .config import VLCacheConfig
+from .config import DEFAULT_GUARD_THRESHOLD, VLCacheConfig
 from .keys import Digest, ModelKeys
 from .policies import RecomputePolicy, resolve_policy
 from .precision import AS_COMPUTED
@@ -24,17 +24,27 @@ class Options:
         store (`Store`): the tiers of the store at `config.cache_dir`.
         schedule (`RecomputeSchedule`): ratios of the model's layers.
         model (`str`): label of the model, for people who look at what is stored. Decides nothing.
+        min_tokens (`int`): tokens of an image from which on it is looked up and stored.
     """
 
     config: VLCacheConfig
     store: Store
     schedule: RecomputeSchedule
     model: str = ""
+    min_tokens: int = 1
 
     @property
     def lossy_allowed(self) -> bool:
         """Whether an image of another context may be reused: not at `reuse="exact"`, and nothing is saved at r = 1."""
         return self.config.reuse == "lossy" and self.schedule.ratios[-1] < 1.0
+
+    @property
+    def guard_threshold(self) -> float:
+        """The deviation above which the guard acts: the setting, else that of the schedule."""
+        for found in (self.config.guard_threshold, self.schedule.guard_threshold):
+            if found is not None:
+                return found
+        return DEFAULT_GUARD_THRESHOLD
 
     @property
     def policy(self) -> RecomputePolicy:

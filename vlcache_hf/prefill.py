@@ -184,7 +184,7 @@ def _judge(request: PrefillRequest, deviations: dict[int, float], rows: int) -> 
     Raises:
         `ContextMismatch`: the prefill must start again.
     """
-    config, limit = request.encoded.options.config, request.encoded.options.config.guard_threshold
+    config, limit = request.encoded.options.config, request.encoded.options.guard_threshold
     for index, deviation in deviations.items():
         request.uses[index].record.deviation = deviation
     over = {index: deviation for index, deviation in deviations.items() if not deviation <= limit}

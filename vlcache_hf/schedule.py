@@ -27,6 +27,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "budget": (int, float),
     "calibrated": (bool,),
     "method": (dict,),
+    "guard_threshold": (int, float),
 }
 
 
@@ -44,6 +45,8 @@ class RecomputeSchedule:
         budget (`float`, *optional*): the mean ratio that was asked for, as the paper counts it: over all layers.
         hidden_size (`int`, *optional*): width of the model's decoder. A shipped file that says it also serves models
             of another name with the same `model_type`, number of layers and width.
+        guard_threshold (`float`, *optional*): `VLCacheConfig.guard_threshold` for this model, as `vlcache audit` or
+            `benchmarks/accuracy` finds it.
 
     Raises:
         `ValueError`: a ratio is out of range or larger than the one before it; the message names layer and value.
@@ -56,6 +59,7 @@ class RecomputeSchedule:
     method: dict[str, Any] = field(default_factory=dict, hash=False)
     budget: float | None = None
     hidden_size: int | None = None
+    guard_threshold: float | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.ratios
@@ -73,6 +77,8 @@ class RecomputeSchedule:
             ratios.append(float(ratio))
         if not ratios:
             raise ValueError("`ratios` is empty: give one ratio per decoder layer.")
+        if self.guard_threshold is not None and not 0.0 <= self.guard_threshold < math.inf:
+            raise ValueError(f"`guard_threshold` must be a deviation of at least 0, got {self.guard_threshold!r}.")
         object.__setattr__(self, "ratios", tuple(ratios))
 
     @classmethod
@@ -122,6 +128,7 @@ class RecomputeSchedule:
             "mean": round(self.mean, 6),
             "calibrated": self.calibrated,
             "method": self.method,
+            **({} if self.guard_threshold is None else {"guard_threshold": self.guard_threshold}),
             "ratios": list(self.ratios),
         }
 

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from vlcache_hf import VLCache
+
 from .asking import Answers, Asker, asker
 from .conditions import Condition, conditions
 from .metrics import bootstrap, kl, wilson
@@ -154,6 +156,9 @@ def options() -> argparse.ArgumentParser:
     found = parser(__doc__ or "", count=2000)
     found.add_argument("model", help="checkpoint folder or Hub id")
     found.add_argument("--schedules", nargs="+", type=Path, default=[], help="calibrated schedules (default: a prior)")
+    found.add_argument(
+        "--guard-threshold", type=float, help="of the row with the guard (default: that of the checkpoint's schedule)"
+    )
     found.add_argument("--rows", nargs="+", default=[], help="only rows whose name starts so")
     return found
 
@@ -161,11 +166,14 @@ def options() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     args = options().parse_args(arguments)
     name = args.name or f"accuracy_{Path(args.model).name}"
-    raw = Raw(args.work / f"{name}.jsonl", measured_with(args, args.model, "rows", "schedules"))
+    raw = Raw(args.work / f"{name}.jsonl", measured_with(args, args.model, "rows", "schedules", "guard_threshold"))
     entries: list[dict[str, Any]] = []
     started = time.monotonic()
     with asker(args.model, args.dtype, args.device, args.max_new_tokens, max_ram_bytes=2**28) as one:
-        rows = conditions(one.layers, args.schedules, args.rows)
+        limit = args.guard_threshold
+        if limit is None:  # the rows have schedules of their own, which know no threshold
+            limit = one.model.vlcache.options(VLCache(schedule="auto"), one.model.config, one.layers).guard_threshold
+        rows = conditions(one.layers, args.schedules, args.rows, limit)
         for batch in tqdm(batches(args), desc=name, disable=None):
             if batch.name not in raw.found:
                 if time.monotonic() - started > 60 * args.minutes:

@@ -18,6 +18,9 @@ from vlcache_hf.records import ImageRecord
 
 from .questions import Message, Question
 
+# reuse is measured wherever it can be asked for
+ANY_IMAGE: dict[str, Any] = {"min_tokens": 1, "lossy_multi_image": True}
+
 
 class ColdRequest(RuntimeError):
     """Pictures were not reused as they should have been: the measurement would be of something else."""
@@ -177,7 +180,7 @@ def asker(
             folder,
             dtype=dtype,
             attn_implementation="vlcache",
-            vlcache_config={"cache_dir": str(Path(cache) / "store"), "schedule": 0.1, **settings},
+            vlcache_config={"cache_dir": str(Path(cache) / "store"), "schedule": 0.1, **ANY_IMAGE, **settings},
             **options,
         )
         model = model if options else model.to(device)

@@ -50,13 +50,16 @@ def front_loaded(budget: float, layers: int) -> RecomputeSchedule:
     return RecomputeSchedule(tuple(capped), method={"prior": "front-loaded, cubic", "budget": budget})
 
 
-def conditions(layers: int, schedules: Sequence[Path] = (), names: Sequence[str] = ()) -> list[Condition]:
+def conditions(
+    layers: int, schedules: Sequence[Path] = (), names: Sequence[str] = (), guard_threshold: float | None = None
+) -> list[Condition]:
     """All rows, the full computation first.
 
     Args:
         layers (`int`): decoder layers of the model.
         schedules (sequence of `Path`, *optional*): calibrated schedules; without them those of the prior are used.
         names (sequence of `str`, *optional*): only rows whose name starts with one of these.
+        guard_threshold (`float`, *optional*): other than that of `VLCacheConfig`.
     """
     dynamic = [(f"calibrated {path.stem}", RecomputeSchedule.from_pretrained(path)) for path in schedules]
     dynamic = dynamic or [(f"front-loaded {budget:g}", front_loaded(budget, layers)) for budget in BUDGETS]
@@ -69,7 +72,7 @@ def conditions(layers: int, schedules: Sequence[Path] = (), names: Sequence[str]
         *(Condition(name, "scheduled", {"schedule": schedule}) for name, schedule in dynamic),
         *(Condition(f"prefix {ratio:g}", "prefix", {"schedule": ratio}) for ratio in RATIOS),
     ]
-    guarded = {"schedule": 0.1, "guard": "escalate"}
+    guarded = {"schedule": 0.1, "guard": "escalate", "guard_threshold": guard_threshold}
     found.append(Condition("guard, prefix 0.1", "guard", guarded, "escalated"))
     for policy in PEERS:
         found += [Condition(f"{policy} {ratio:g}", policy, {"policy": policy, "schedule": ratio}) for ratio in RATIOS]

@@ -5,7 +5,8 @@
 
 Reuse is harmful where the answer is not that of the full computation, or the first token's KL to it is above 0.1. A
 threshold is chosen on half of the questions of all models together (largest share of harmful minus share of harmless
-cases above it) and judged on the other half. With the deviation of every case known, what `guard="escalate"` does
+cases above it; "calibrated": for each model by itself, the highest that lets at most 1 % of its answers change) and
+judged on the other half. With the deviation of every case known, what `guard="escalate"` does
 follows from it: the full answer above the threshold, else that of the guarded reuse. `--single` questions of each
 model are asked one by one with the real `guard="escalate"` to check that.
 """
@@ -26,7 +27,17 @@ from vlcache_hf.policies import Prefix
 from vlcache_hf.watch import probe_layer, with_probe
 
 from .asking import Answers, Asker, asker
-from .guard_report import all_have, best_signal, choose, distribution, evaluation, plot, signal_table, singles_table
+from .guard_report import (
+    all_have,
+    best_signal,
+    calibrated,
+    choose,
+    distribution,
+    evaluation,
+    plot,
+    signal_table,
+    singles_table,
+)
 from .metrics import kl
 from .questions import Batch, is_right
 from .report import Raw, batches, environment, measured_with, parser, write
@@ -182,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         singles_table(single),
     ]
     result = {**environment(*args.models), "ratio": args.ratio, "threshold": threshold}
+    result["calibrated"] = {model: calibrated(sides) for model, sides in cases.items()}
     for part in parts:
         result[part.name] = part.data
     write(args.out, name, result, "\n\n".join(part.text for part in parts))

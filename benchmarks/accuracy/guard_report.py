@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vlcache_hf.audit import calibrated_threshold
+
 from .metrics import auc, best_threshold, bootstrap, rates
 from .report import figure, percent, save, table
 from .signals import Signal
@@ -146,6 +148,13 @@ def best_signal(cases: Cases, signals: Sequence[Signal], layers: dict[str, int],
     return min(signals, key=computed)
 
 
+def calibrated(sides: dict[str, list[dict[str, Any]]]) -> float:
+    """The threshold of one model, from its calibration half, where nobody knows the right answers: the highest at
+    which at most `MARGIN` of all answers differ from the full computation's."""
+    side = sides["calibration"]
+    return calibrated_threshold(list(values(side, "deviation")), list(values(side, "flip") > 0), MARGIN)
+
+
 def evaluation(cases: Cases, best: Signal, layers: dict[str, int], ratio: float, threshold: float) -> Part:
     """Accuracy and cost on the test half: of the present guard, and of one that looks at the best signal instead."""
     lines: list[list[str]] = []
@@ -160,6 +169,7 @@ def evaluation(cases: Cases, best: Signal, layers: dict[str, int], ratio: float,
         rows = [
             ("no guard", np.inf, [full * 0, values(test, "plain share"), full]),
             ("guard", threshold, present),
+            ("guard, calibrated", calibrated(sides), present),
             ("guard, cheapest", cheapest(cases, None), present),
             ("best signal", separating, other),
             ("best signal, cheapest", cheapest(cases, best), other),

@@ -52,7 +52,8 @@ class Answers:
     def __init__(
         self, architecture: Any, size: Any, workload: Workload, folder: Path, tiers: tuple[str, ...] = TIERS
     ) -> None:
-        settings = {"schedule": 0.1, "min_free_bytes": 0, "max_ram_bytes": RAM_BYTES}
+        settings: dict[str, Any] = {"schedule": 0.1, "min_free_bytes": 0, "max_ram_bytes": RAM_BYTES}
+        settings |= {"min_tokens": 1, "lossy_multi_image": True}
         self.stock, self.ours = model_pair(architecture, size, {**settings, "cache_dir": folder / "cold"})
         self.workload = workload
         self.pixels = workload.pixels(self.ours.config)

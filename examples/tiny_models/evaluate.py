@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tiny_models import tasks
-from tiny_models.grammar import KINDS
+from tiny_models.grammar import KINDS, OF_SHAPES
 from tiny_models.pictures import SIZES
 
 BATCH_TOKENS = 4096
@@ -43,8 +43,8 @@ def cells(kinds: tuple[str, ...], sizes: tuple[int, ...], layouts: tuple[str, ..
         (kind, layout, size)
         for kind in kinds
         for layout in layouts
-        for size in ((4,) if kind == "shape" else sizes)
-        if not (kind == "shape" and layout == "two") and not (layout == "two" and size > 12)
+        for size in ((4,) if kind in OF_SHAPES else sizes)
+        if not (kind in OF_SHAPES and layout == "two") and not (layout == "two" and size > 12)
     ]
 
 
@@ -114,7 +114,12 @@ def main() -> None:
 
             options = {
                 "attn_implementation": "vlcache",
-                "vlcache_config": {"cache_dir": cache, "schedule": args.reuse},
+                "vlcache_config": {
+                    "cache_dir": cache,
+                    "schedule": args.reuse,
+                    "min_tokens": 1,
+                    "lossy_multi_image": True,
+                },
             }
         dtype = getattr(torch, args.dtype)
         model = AutoModelForImageTextToText.from_pretrained(args.folder, dtype=dtype, **options).to(args.device)

@@ -9,10 +9,11 @@ import numpy as np
 
 from .pictures import COLORS, SHAPE_COLORS, SHAPES, SIZES, Picture
 
-Kind = Literal["digit", "color", "both", "shape"]
+Kind = Literal["digit", "color", "both", "shape", "yes or no"]
 Message = dict[str, Any]
 
-KINDS: tuple[Kind, ...] = ("digit", "color", "both", "shape")
+KINDS: tuple[Kind, ...] = ("digit", "color", "both", "shape", "yes or no")
+OF_SHAPES: tuple[Kind, ...] = ("shape", "yes or no")  # of easy-VQA: what shape or color there is; whether there is one
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "digit": ("What digit is at row {row} column {column}{of}?", "Which digit is in row {row} column {column}{of}?"),
@@ -73,6 +74,11 @@ def vocabulary() -> dict[str, int]:
     return {token: index for index, token in enumerate(found)}
 
 
+def questions_of(picture: Picture, kind: Kind | None = None) -> list[tuple[str, str]]:
+    """The questions of easy-VQA about a picture and their answers; of one kind, or all."""
+    return [one for one in picture.questions if kind is None or (one[1] in ("yes", "no")) == (kind == "yes or no")]
+
+
 def question(
     rng: np.random.Generator, picture: Picture, kind: Kind | None = None, number: int | None = None
 ) -> tuple[str, str]:
@@ -81,11 +87,13 @@ def question(
     Args:
         rng (`np.random.Generator`): chooses place and wording.
         picture (`Picture`): a digit grid or a picture of a shape.
-        kind (`str`, *optional*): `"digit"`, `"color"` or `"both"` for a digit grid; at random by default.
+        kind (`str`, *optional*): `"digit"`, `"color"` or `"both"` for a digit grid, `"shape"` or `"yes or no"` for a
+            picture of a shape; at random by default.
         number (`int`, *optional*): where there are two pictures, which one is meant.
     """
     if picture.digits is None or picture.colors is None:
-        asked, answer = picture.questions[int(rng.integers(len(picture.questions)))]
+        known = questions_of(picture, kind)
+        asked, answer = known[int(rng.integers(len(known)))]
         return asked[:1].upper() + asked[1:], answer
     kind = kind or KINDS[int(rng.integers(3))]
     row, column = (int(place) for place in rng.integers(picture.size, size=2))

@@ -26,11 +26,13 @@ from .grammar import (
     CAPTION,
     HELD_OUT_SYSTEMS,
     KINDS,
+    OF_SHAPES,
     SYSTEMS,
     Kind,
     Message,
     conversation,
     question,
+    questions_of,
 )
 from .pictures import Picture, digit_grids, generator, shape_pictures
 
@@ -52,7 +54,7 @@ class Sample:
     """One held-out question.
 
     Args:
-        kind (`str`): `"digit"`, `"color"`, `"both"`, `"shape"` (easy-VQA).
+        kind (`str`): `"digit"`, `"color"`, `"both"`; of easy-VQA `"shape"` (what shape or color) and `"yes or no"`.
         layout (`str`): the question stands `"after"` the picture, `"before"` it, in a third of three `"turns"`, or
             after `"two"` pictures, about one of them.
         size (`int`): rows = columns of image tokens of each picture.
@@ -84,7 +86,7 @@ def samples(seed: int, count: int, kind: Kind, layout: Layout = "after", size: i
         layout (`str`, *optional*): see `Sample`; `"two"` is for digit grids only.
         size (`int`, *optional*): 4, 6, 8, 12 or 16 for digit grids; pictures of shapes are always 4.
     """
-    if kind == "shape" and layout == "two":
+    if kind in OF_SHAPES and layout == "two":
         raise ValueError('There are no questions about two pictures of shapes: choose another layout than "two".')
     cell = (KINDS.index(kind), LAYOUTS.index(layout), size)
     return [_sample(generator("test", seed, *cell, index), kind, layout, size) for index in range(count)]
@@ -98,8 +100,15 @@ def inputs(processor: Any, messages: Sequence[Any], **kwargs: Any) -> BatchFeatu
     return processor.apply_chat_template(messages, **options, **kwargs)
 
 
-def _pictures(rng: np.random.Generator, kind: Kind, count: int, size: int) -> list[Picture]:
-    return shape_pictures(rng, count, "test") if kind == "shape" else digit_grids(rng, count, size, "test")
+def held_out(rng: np.random.Generator, kind: Kind, count: int, size: int = 4) -> list[Picture]:
+    """Held-out pictures that a kind of question can be asked about, each at least two of them."""
+    if kind not in OF_SHAPES:
+        return digit_grids(rng, count, size, "test")
+    found: list[Picture] = []
+    while len(found) < count:  # of some pictures easy-VQA has no question of a kind
+        (picture,) = shape_pictures(rng, 1, "test")
+        found += [picture] if len({asked for asked, _ in questions_of(picture, kind)}) > 1 else []
+    return found
 
 
 def _sample(rng: np.random.Generator, kind: Kind, layout: Layout, size: int) -> Sample:
@@ -107,32 +116,31 @@ def _sample(rng: np.random.Generator, kind: Kind, layout: Layout, size: int) -> 
     known = rng.random() < 4 / 7
     systems = [str(sentence) for sentence in rng.permutation(_OF_SYSTEMS["known" if known else "new"])]
     system, other_system = systems[:2]
-    asked_kind = None if kind == "shape" else kind
-    picture, stranger = _pictures(rng, kind, 2, size)
+    picture, stranger = held_out(rng, kind, 2, size)
     if layout == "two":
         number = int(rng.integers(2)) + 1
         both = [picture, stranger]
-        turn = question(rng, both[number - 1], asked_kind, number)
-        other = question(rng, both[2 - number], asked_kind, 3 - number)
+        turn = question(rng, both[number - 1], kind, number)
+        other = question(rng, both[2 - number], kind, 3 - number)
         earlier = {
             "system": [_prompt(both, [turn], other_system)],
             "question": [_prompt(both, [other], system, first=True)],
-            "alone": [_prompt([one], [question(rng, one, asked_kind)], system) for one in both],
+            "alone": [_prompt([one], [question(rng, one, kind)], system) for one in both],
             "swapped": [_prompt(both[::-1], [other], system)],
         }
         return Sample(kind, layout, picture.size, _prompt(both, [turn], system), turn[1], earlier)
 
-    turn, other = question(rng, picture, asked_kind), question(rng, picture, asked_kind)
+    turn, other = question(rng, picture, kind), question(rng, picture, kind)
     while other[0] == turn[0]:
-        other = question(rng, picture, asked_kind)
-    turns = [question(rng, picture, asked_kind), other, turn] if layout == "turns" else [turn]
+        other = question(rng, picture, kind)
+    turns = [question(rng, picture, kind), other, turn] if layout == "turns" else [turn]
     first = layout == "before"
     earlier = {
         "system": [_prompt([picture], [turn], other_system, first)],
         "position": [_prompt([picture], [turn], system, not first)],
         "question": [_prompt([picture], [other], system, True)],
         "caption": [_prompt([picture], [(CAPTION, "")], "")],
-        "two": [_prompt([stranger, picture], [question(rng, picture, asked_kind, 2)], system)],
+        "two": [_prompt([stranger, picture], [question(rng, picture, kind, 2)], system)],
     }
     return Sample(kind, layout, picture.size, _prompt([picture], turns, system, first), turn[1], earlier)
 

@@ -5,6 +5,7 @@ from .report import AuditReport, CaseResult, Measure, Rate, recommend
 from .run import audit
 from .samples import AuditSample, SampleError, read_samples
 from .settings import DEFAULT_SCHEDULES, WITHOUT_REUSE, AuditSettings
+from .threshold import calibrated_threshold
 
 __all__ = [
     "DEFAULT_SCHEDULES",
@@ -18,6 +19,7 @@ __all__ = [
     "Rate",
     "SampleError",
     "audit",
+    "calibrated_threshold",
     "read_samples",
     "recommend",
 ]

@@ -25,6 +25,7 @@ _OWN_STORE: dict[str, Any] = {
     "write_behind": False,
     "namespace": "",
     "min_tokens": 1,
+    "lossy_multi_image": True,
     "second_sight_bytes": None,
     "storage_dtype": "auto",
     "policy": "prefix",

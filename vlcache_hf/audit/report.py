@@ -88,6 +88,8 @@ class CaseResult:
         first_flips (`Rate`), flips (`Rate`): prompts whose first token, and whose answer, differ.
         recomputed (`float`): mean share of image tokens computed.
         escalated (`int`): prompts that the guard had computed in full.
+        guard_threshold (`float`, *optional*): the highest at which the guard would keep the share of answers that
+            differ within the limit; `None` where it was on.
     """
 
     label: str
@@ -101,9 +103,12 @@ class CaseResult:
     flips: Rate
     recomputed: float
     escalated: int
+    guard_threshold: float | None = None
 
     @classmethod
-    def of(cls, label: str, schedule: str, policy: str, measures: Sequence[Measure]) -> CaseResult:
+    def of(
+        cls, label: str, schedule: str, policy: str, measures: Sequence[Measure], guard_threshold: float | None = None
+    ) -> CaseResult:
         """Adds the measures of some prompts up."""
         first = [measure.first_kl for measure in measures]
         return cls(
@@ -118,6 +123,7 @@ class CaseResult:
             flips=Rate(sum(measure.flip for measure in measures), len(measures)),
             recomputed=mean([measure.recomputed for measure in measures]),
             escalated=sum(measure.escalated for measure in measures),
+            guard_threshold=guard_threshold,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,10 +228,18 @@ def recommend(report: AuditReport) -> list[str]:
         )
     else:
         best = min(cases, key=lambda case: (case.flips.value, case.answer_kl))
+        guarded = max(cases, key=lambda case: case.guard_threshold or 0.0)
         lines.append(
             f'Recommended: reuse="exact". With every schedule more than {percent(limit)} of answers differ; the best '
             f"is {_said(best)}."
         )
+        if guarded.guard_threshold:
+            above = Rate(sum(d > guarded.guard_threshold for d in report.deviations), len(report.deviations))
+            lines.append(
+                f'Or schedule={_schedule(guarded)}, guard="escalate", guard_threshold={guarded.guard_threshold:.3g}, '
+                f"which computes {above.count} of {above.total} prompts in full and lets at most {percent(limit)} of all "
+                "answers differ."
+            )
     hits = report.in_operation["exact"] + report.in_operation["reused"]
     if hits and report.in_operation["reused"]:
         lost = Rate(report.in_operation["reused"], hits)
@@ -247,12 +261,15 @@ def recommend(report: AuditReport) -> list[str]:
 
 def _said(case: CaseResult) -> str:
     policy = f', policy="{case.policy}"' if case.policy != "prefix" else ""
-    schedule = f'"{case.schedule}"' if not case.schedule.replace(".", "").isdigit() else case.schedule
     return (
-        f"schedule={schedule}{policy}, where {case.flips.count} of {case.prompts} answers differ "
+        f"schedule={_schedule(case)}{policy}, where {case.flips.count} of {case.prompts} answers differ "
         f"({percent(case.flips.value)}, 95 % CI {interval(case.flips)}) and {percent(case.recomputed)} of image "
         "tokens are recomputed"
     )
+
+
+def _schedule(case: CaseResult) -> str:
+    return case.schedule if case.schedule.replace(".", "").isdigit() else f'"{case.schedule}"'
 
 
 def percent(share: float) -> str:

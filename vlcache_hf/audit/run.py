@@ -17,6 +17,7 @@ from .partial import PartialResults
 from .report import AuditReport, CaseResult, Measure, mean
 from .samples import AuditSample, earlier_prompts
 from .settings import AuditSettings
+from .threshold import calibrated_threshold
 
 
 def audit(
@@ -96,7 +97,8 @@ def _replay(
         for index, sample in enumerate(samples):
             if not done:
                 try:
-                    kind = bench.seen(bench.inputs(sample.messages), schedule="auto")
+                    inputs = bench.inputs(sample.messages)
+                    kind = bench.seen(inputs, schedule="auto", lossy_multi_image=False)
                 except Exception:  # `measure`, which meets it too, says what it is
                     kind = "failed"
                 rows.put("replay", index, kind)
@@ -124,7 +126,11 @@ def _report(label: str, samples: Sequence[AuditSample], settings: AuditSettings,
     kinds = [rows.get("replay", index) for index in range(len(samples))]
 
     def result(label: str, schedule: str, policy: str, found: Sequence[dict[str, Any]]) -> CaseResult:
-        return CaseResult.of(label, schedule, policy, [Measure(**values) for values in found])
+        threshold = None
+        if schedule and settings.guard != "escalate":
+            harmed = [values["flip"] for values in found]
+            threshold = calibrated_threshold([row["deviation"] for row in reused], harmed, settings.max_flips)
+        return CaseResult.of(label, schedule, policy, [Measure(**values) for values in found], threshold)
 
     return AuditReport(
         model=label,

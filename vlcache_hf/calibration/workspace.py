@@ -43,6 +43,7 @@ class Workspace:
             guard="off",
             storage_dtype="auto",
             min_tokens=1,
+            lossy_multi_image=True,
             second_sight_bytes=None,
             **settings,
         )

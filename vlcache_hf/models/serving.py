@@ -16,6 +16,7 @@ from ..options import model_label
 from ..precision import KVShape
 from ..prefill import PrefillRequest
 from ..prompt import NotServable, read_prompt
+from ..threshold import min_tokens
 
 # Forward arguments that a served request may carry. Anything else, now or in a later Transformers, is left to stock.
 _KNOWN = {
@@ -77,7 +78,8 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
     keys = runtime.model_keys(core, options.config.namespace)
     if keys is None:
         return None
-    options = dataclasses.replace(options, model=model_label(model.config, keys))
+    least = min_tokens(options.config, core.config, core.language_model.device.type)
+    options = dataclasses.replace(options, model=model_label(model.config, keys), min_tokens=least)
 
     def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor, watched: bool) -> Any:
         runtime.vision_called()
