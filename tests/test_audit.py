@@ -251,7 +251,10 @@ def test_a_stopped_audit_goes_on(ours: Any, processor: Any, pictures: list[Any],
     again = audit(ours, processor, samples, quick(max_flips=0.5), file)
     assert ours.vlcache.stats().requests == before + one
     assert resumed.to_dict() == audit(ours, processor, samples, quick()).to_dict()
-    assert again.max_flips == 0.5 and again.cases == resumed.cases
+    assert again.max_flips == 0.5
+    # beside the limit only the thresholds that follow from it may be others
+    plain = [[dataclasses.replace(case, guard_threshold=None) for case in one.cases] for one in (again, resumed)]
+    assert plain[0] == plain[1]
     with pytest.raises(PartialMismatch, match=r"other settings"):
         audit(ours, processor, samples, quick(schedules=(0.1,)), file)
     with pytest.raises(PartialMismatch, match=r"other prompts"):

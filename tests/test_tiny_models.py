@@ -79,7 +79,9 @@ def test_answers_with_stock_and_cold_and_warm_cache(name: str) -> None:
 
 @pytest.mark.parametrize("layout", tasks.LAYOUTS)
 def test_every_mismatch_is_another_context(layout: Any) -> None:
-    model, processor = _load("ordinary", attn_implementation="vlcache", vlcache_config={"schedule": 0.0})
+    model, processor = _load(
+        "ordinary", attn_implementation="vlcache", vlcache_config={"schedule": 0.0, "lossy_multi_image": True}
+    )
     (sample,) = tasks.samples(seed=3, count=1, kind="both", layout=layout, size=4)
     assert tuple(sample.mismatched) == tasks.MISMATCHES[layout]
     for name, prompts in sample.mismatched.items():

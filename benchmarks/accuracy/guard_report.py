@@ -149,10 +149,11 @@ def best_signal(cases: Cases, signals: Sequence[Signal], layers: dict[str, int],
 
 
 def calibrated(sides: dict[str, list[dict[str, Any]]]) -> float:
-    """The threshold of one model, from its calibration half, where nobody knows the right answers: the highest at
-    which at most `MARGIN` of all answers differ from the full computation's."""
+    """The threshold of one model, from its calibration half: the highest that lets at most `MARGIN` of all answers
+    become wrong."""
     side = sides["calibration"]
-    return calibrated_threshold(list(values(side, "deviation")), list(values(side, "flip") > 0), MARGIN)
+    lost = values(side, "full") > values(side, "guarded")
+    return calibrated_threshold(list(values(side, "deviation")), list(lost), MARGIN)
 
 
 def evaluation(cases: Cases, best: Signal, layers: dict[str, int], ratio: float, threshold: float) -> Part:

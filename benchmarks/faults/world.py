@@ -30,7 +30,13 @@ class World:
 
     def model(self, folder: Path, **settings: Any) -> Any:
         """A model with a cache in `folder`: lossless, and without RAM and background unless asked for."""
-        plain = {"reuse": "exact", "write_behind": False, "max_ram_bytes": 0, "min_free_bytes": 0}
+        plain = {
+            "reuse": "exact",
+            "write_behind": False,
+            "max_ram_bytes": 0,
+            "min_free_bytes": 0,
+            "min_tokens": 1,
+        }
         return attach(tiny.stock("qwen3_vl"), {**plain, "cache_dir": folder, **settings})
 
     def ask(self, row: Row, model: Any, number: int, where: str, cache: VLCache | None = None) -> str:

@@ -176,7 +176,7 @@ def check(
     checker = _Checker(shape, device, dtype, tokens, new_tokens)
     checker.measure_noise()
     with tempfile.TemporaryDirectory(prefix="vlcache-gpu-") as folder:
-        settings = {"cache_dir": folder, "schedule": 0.1, "base_attn_implementation": "sdpa"}
+        settings = {"cache_dir": folder, "schedule": 0.1, "base_attn_implementation": "sdpa", "min_tokens": 1}
         ours = vlcache_hf.attach(models.twin(checker.stock), settings)
         checker.ask(ours, "cold", checker.known, "miss", 1.0)
         ours.vlcache.flush()

@@ -97,6 +97,7 @@ def open_pair(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
             "max_ram_bytes": MAX_RAM_BYTES,
             "schedule": shape.schedule,
             "base_attn_implementation": "sdpa",
+            "min_tokens": 1,
         }
         ours = vlcache_hf.attach(models.twin(stock), settings)
         try:

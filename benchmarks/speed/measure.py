@@ -65,14 +65,12 @@ def measure(
         fill_s = answers.fill()
         variants = answers.variants()
         times: dict[str, dict[int, float]] = {variant.label: {} for variant in variants}
-        fingerprints = []
         for index in tqdm(range(rounds + 1), desc=f"{architecture} {workload}", disable=None):
             first = index % len(variants)
             for variant in variants[first:] + variants[:first]:
                 taken = times[variant.label]
                 if budget.allows(variant.label, tokens, list(taken.values())):
                     taken[index] = variant.run(index)
-            fingerprints.append(answers.fingerprint_seconds())
         answers.ours.vlcache.flush()
     kept = {label: settled(taken) for label, taken in times.items() if taken}
     for label, taken in kept.items():
@@ -86,7 +84,6 @@ def measure(
         "rounds": rounds,
         "entry_bytes": answers.entry_bytes,
         "fill_s": round(fill_s, 4),
-        "fingerprint_s": round(statistics.median(fingerprints), 5),
         "variants": {
             variant.label: summary(variant, kept[variant.label], kept.get("stock", {}))
             for variant in variants

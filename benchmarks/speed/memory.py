@@ -84,6 +84,7 @@ def measure_one(architecture: Any, size: Any, workload: Workload, variant: str, 
         "cache_dir": folder,
         "schedule": 0.1,
         "min_free_bytes": 0,
+        "min_tokens": 1,
         "max_ram_bytes": RAM_BYTES if tier == "ram" else 0,
     }
     stock, ours = model_pair(architecture, size, settings)

@@ -40,7 +40,7 @@ def measure_pictures(architecture: Any, size: Any, tokens: int, rounds: int) -> 
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="vlcache-picture-") as folder:
-        settings = {"cache_dir": Path(folder) / "cache", "min_free_bytes": 0}
+        settings = {"cache_dir": Path(folder) / "cache", "min_free_bytes": 0, "min_tokens": 1}
         stock, ours = model_pair(architecture, size, settings)
         plain = offline.build_processor(architecture)
         fast = attach_processor(offline.build_processor(architecture), settings)

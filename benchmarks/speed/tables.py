@@ -182,10 +182,8 @@ def _over_floor(variants: Result, name: str, label: str) -> float | None:
 def _phase(result: Result, row: Result | None, phase: str) -> float | None:
     if row is None:
         return None
-    if phase == "fingerprint":
-        return result["fingerprint_s"]
     if phase == PHASES[-1]:
-        return max(0.0, row["median_s"] - result["fingerprint_s"] - sum(row["parts"].values()))
+        return max(0.0, row["median_s"] - sum(row["parts"].values()))
     return row["parts"].get(phase, 0.0)
 
 

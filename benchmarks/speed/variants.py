@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +87,6 @@ class Answers:
         found += self._floors("exact", 0.0) + self._floors("dynamic", dynamic.mean)
         by_hand = ByHand(self.stock, self.known, self.workload)
         return [*found, Variant("by hand", "", lambda _: by_hand.seconds())]
-
-    def fingerprint_seconds(self) -> float:
-        """Seconds in which the weights are looked at, part of every request of ours."""
-        start = time.perf_counter()
-        self.ours.vlcache.model_keys(self.ours.model, "")
-        return time.perf_counter() - start
 
     def _floors(self, name: str, ratio: float) -> list[Variant]:
         floor = Floor(self.stock, self.workload, ratio)

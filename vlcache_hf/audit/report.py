@@ -237,7 +237,7 @@ def recommend(report: AuditReport) -> list[str]:
             above = Rate(sum(d > guarded.guard_threshold for d in report.deviations), len(report.deviations))
             lines.append(
                 f'Or schedule={_schedule(guarded)}, guard="escalate", guard_threshold={guarded.guard_threshold:.3g}, '
-                f"which computes {above.count} of {above.total} prompts in full and lets at most {percent(limit)} of all "
+                f"which computes {above.count} of {above.total} prompts in full: then at most {percent(limit)} of all "
                 "answers differ."
             )
     hits = report.in_operation["exact"] + report.in_operation["reused"]

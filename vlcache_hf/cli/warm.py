@@ -183,6 +183,7 @@ def warm(
         max_disk_bytes=max_bytes,
         remote=remote_url(None, cache_dir),  # from the environment: its password belongs on no command line
         reuse="exact",  # an image that is there in another context is to be stored in this one too
+        min_tokens=1,  # whoever asks for an image has it stored; another machine may have another threshold
         schedule=0.0,  # which leaves nothing for a schedule to decide
         write_behind=False,  # a full queue would drop entries, and here nobody waits for an answer
         max_ram_bytes=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
         runtime.warn_once("Nothing is cached under tensor parallelism: each rank holds a part of the KV heads only.")
         return None
     options = runtime.options(cache, model.config, len(core.language_model.layers))
+    start = perf_counter()
     keys = runtime.model_keys(core, options.config.namespace)
+    fingerprint = perf_counter() - start
     if keys is None:
         return None
     least = min_tokens(options.config, core.config, core.language_model.device.type)
@@ -87,7 +90,9 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
             return core.get_image_features(some_pixels, some_grids, return_dict=True)
 
     levels = len(getattr(core.config.vision_config, "deepstack_visual_indexes", None) or ())
-    return EncodedImages(runtime, keys, pixels, grids, merge, tower, options, levels)
+    encoded = EncodedImages(runtime, keys, pixels, grids, merge, tower, options, levels)
+    encoded.record.seconds["fingerprint"] = fingerprint
+    return encoded
 
 
 def plan_request(model: Any, encoded: EncodedImages, kwargs: dict[str, Any]) -> PrefillRequest:

@@ -94,10 +94,13 @@ class _Cached(_MixedInto):
         if "cache_dir" not in given:
             self._folder = tempfile.TemporaryDirectory(prefix="vlcache-lmms-eval-")  # removed with the process
             given["cache_dir"] = self._folder.name
-        config = VLCacheConfig(**{"remote": None, "write_behind": False, "max_ram_bytes": 0, **given})
+        fills = str(auxiliary).lower() in ("on", "true")
+        # the paper's protocol reuses every image, whatever its size and its company
+        every: dict[str, Any] = {"min_tokens": 1, "lossy_multi_image": True} if fills else {}
+        config = VLCacheConfig(**{"remote": None, "write_behind": False, "max_ram_bytes": 0, **every, **given})
         super().__init__(pretrained=pretrained, **kwargs)
         attach(self.model, config)
-        self._fills = str(auxiliary).lower() in ("on", "true")
+        self._fills = fills
         self._stats = None if stats is None else Path(stats)
         self._counts = Counts()
         self._stock_generate = self.model.generate
