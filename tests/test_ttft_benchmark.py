@@ -39,11 +39,11 @@ def test_every_row_is_measured(measured: Path) -> None:
     for result in content["results"]:
         assert (result["images"], result["text_tokens"], result["skipped"]) == (2, 20, [])
         assert result["variants"].keys() == LABELS
-        assert result["entry_bytes"] > 0 < result["fill_s"] and result["fingerprint_s"] > 0
+        assert result["entry_bytes"] > 0 < result["fill_s"]
         for row in result["variants"].values():
             assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"] and row["runs"] == 1
             assert row["speedup_min"] <= row["speedup"] <= row["speedup_max"]
-        assert {"hashing", "prefill", "storing"} <= result["variants"]["exact (ram)"]["parts"].keys()
+        assert {"fingerprint", "hashing", "prefill", "storing"} <= result["variants"]["exact (ram)"]["parts"].keys()
 
 
 def test_tables_go_between_the_markers(measured: Path, tmp_path: Path) -> None:
