@@ -7,7 +7,7 @@ Reuse is harmful where the answer is not that of the full computation, or the fi
 threshold is chosen on half of the questions of all models together (largest share of harmful minus share of harmless
 cases above it; "calibrated": for each model by itself, the highest that lets at most 1 % of its answers become wrong)
 and judged on the other half. With the deviation of every case known, what `guard="escalate"` does follows from it: the
-full answer above the threshold, else that of the guarded reuse. `--single` questions of each model are asked one by one
+full answer above the threshold, else that of the guarded reuse. `--single` questions of each model are asked singly
 with the real `guard="escalate"` to check that.
 """
 
