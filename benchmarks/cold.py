@@ -34,7 +34,7 @@ def measure(architecture: Any, tokens: int, rounds: int, wait: bool) -> dict[str
     stock = offline.build_model(architecture, "demo")
     times: dict[str, list[float]] = {"stock": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="vlcache-cold-") as folder:
-        settings = {"cache_dir": folder, "schedule": 0.1, "write_behind": True}
+        settings = {"cache_dir": folder, "schedule": 0.1, "write_behind": True, "min_tokens": 1}
         ours = vlcache_hf.attach(offline.build_model(architecture, "demo"), settings)
         workload = Workload(tokens)
         inputs = workload.prompt(0, workload.pixels(ours.config))

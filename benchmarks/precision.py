@@ -33,7 +33,7 @@ def logits(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> torc
 def measure(architecture: Any, tokens: int) -> list[dict[str, Any]]:
     """A row per precision."""
     with tempfile.TemporaryDirectory(prefix="vlcache-precision-") as folder:
-        ours = vlcache_hf.attach(offline.build_model(architecture, "demo"), {"cache_dir": folder})
+        ours = vlcache_hf.attach(offline.build_model(architecture, "demo"), {"cache_dir": folder, "min_tokens": 1})
         text, workload = ours.config.text_config, Workload(tokens)
         inputs = workload.prompt(0, workload.pixels(ours.config))
         rows = []

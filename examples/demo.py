@@ -126,7 +126,7 @@ def serve(checkpoint: Path, cache: Path, requests: tuple[Request, ...], args: ar
     model: Any = AutoModelForImageTextToText.from_pretrained(
         checkpoint,
         attn_implementation="vlcache",
-        vlcache_config=VLCacheConfig(cache_dir=cache, schedule=args.schedule),
+        vlcache_config=VLCacheConfig(cache_dir=cache, schedule=args.schedule, min_tokens=1),
     )
     # The first call of a process pays for thread pools and kernel choice. That is no part of the comparison; neither
     # is this picture part of what follows.

@@ -443,6 +443,7 @@ def report(cases: list[tuple[str, float, int, int]], **fields: Any) -> AuditRepo
         "answer_tokens": 8.0,
         "in_operation": {"exact": 60, "reused": 20, "miss": 20},
         "same_context": 0,
+        "several_images": 0,
         "exact": case("exact hit", 0.0, 0, cases[0][3]),
         "cases": [case(*values) for values in cases],
         "deviations": [],
@@ -523,8 +524,30 @@ def test_the_report_says_the_threshold_of_every_case(ours: Any, processor: Any, 
     samples = [AuditSample([turn(BEFORE, picture, QUESTION)]) for picture in pictures]
     report = audit(ours, processor, samples, quick(schedules=(0.0, 0.5)))
     for case in report.cases:
-        assert case.guard_threshold in (0.0, *report.deviations)
+        assert case.guard_threshold in [math.floor(1e4 * d) / 1e4 for d in (0.0, *report.deviations)]
         assert case.to_dict()["guard_threshold"] == case.guard_threshold
     guarded = audit(ours, processor, samples, quick(guard="escalate", guard_threshold=100.0))
     assert [case.guard_threshold for case in guarded.cases] == [None] * len(guarded.cases)
     assert report.exact.guard_threshold is None
+
+
+def test_prompts_with_several_images_are_left_out_unless_asked_for(
+    ours: Any, processor: Any, pictures: list[Any]
+) -> None:
+    a, b, _ = pictures
+    samples = [AuditSample([turn(BEFORE, a, QUESTION)]), AuditSample([turn(a, b, QUESTION)])]
+    report = audit(ours, processor, samples, quick())
+    assert (report.prompts, report.several_images, report.same_context, report.failed) == (2, 1, 0, [])
+    assert report.exact.prompts == 2 and {case.prompts for case in report.cases} == {1}
+    every = audit(ours, processor, samples, quick(lossy_multi_image=True))
+    assert every.several_images == 0 and {case.prompts for case in every.cases} == {2}
+
+
+def test_the_threshold_is_that_of_the_models_schedule(ours: Any, processor: Any, pictures: list[Any]) -> None:
+    samples = [AuditSample([turn(BEFORE, pictures[0], QUESTION)])]
+    assert audit(ours, processor, samples, quick()).guard_threshold == 0.7
+    layers = ours.config.text_config.num_hidden_layers
+    low = RecomputeSchedule((0.0,) * layers, guard_threshold=0.0001)
+    report = audit(ours, processor, samples, quick(schedules=(low,), guard="escalate"))
+    assert [case.escalated for case in report.cases] == [1]
+    assert audit(ours, processor, samples, quick(guard_threshold=0.3)).guard_threshold == 0.3

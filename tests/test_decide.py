@@ -104,6 +104,26 @@ def test_by_default_several_images_are_not_reused_from_other_contexts(ours, tmp_
         VLCache(lossy_multi_image=1)
 
 
+@pytest.mark.parametrize("storage", ["auto", "int8"])
+@pytest.mark.parametrize("guard", ["off", "escalate"])
+def test_a_new_order_of_images_becomes_exact(storage, guard, tmp_path):
+    """As it is by default, in each architecture: nothing that is not stock's, unless the store itself is lossy."""
+    for architecture in tiny.ARCHITECTURES:
+        settings = {"cache_dir": tmp_path / architecture, "storage_dtype": storage, "guard": guard}
+        ours = attach(tiny.stock(architecture), settings)
+        for picture in (A, B, A):
+            ask(ours, tiny.text(1, 4), picture, tiny.text(9, 3))
+        inputs = tiny.batch(tiny.prompt(tiny.text(1, 4), B, tiny.text(3, 3), A, A, tiny.text(9, 3)))
+        expected = tiny.generate(tiny.stock(architecture), inputs, num_beams=2)
+        kinds = []
+        for _ in range(4):
+            got = tiny.generate(ours, inputs, num_beams=2)
+            kinds.append(tiny.kinds(ours)[:3])
+            if storage == "auto":
+                assert torch.equal(got, expected)
+        assert "reused" not in sum(kinds, []) and kinds[-1] == ["exact", "exact", "exact"], kinds
+
+
 def test_taint_stays_in_its_row(ours, tmp_path):
     ask(ours, tiny.text(1, 4), A, tiny.text(9, 3))
     lossy = tiny.prompt(tiny.text(2, 4), A, tiny.text(9, 3))

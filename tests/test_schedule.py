@@ -180,5 +180,8 @@ def test_the_threshold_of_the_guard_travels_with_the_schedule(tmp_path):
     assert "guard_threshold" not in RecomputeSchedule((0.5, 0.1)).to_dict()
     with pytest.raises(ValueError, match="`guard_threshold` must be a deviation of at least 0, got -1"):
         RecomputeSchedule((0.5,), guard_threshold=-1)
+    for wrong in ("high", True, float("nan")):
+        with pytest.raises(ValueError, match="`guard_threshold` must be a deviation"):
+            RecomputeSchedule((0.5,), guard_threshold=wrong)
     with pytest.raises(ValueError, match="`guard_threshold` in the schedule must be a float, got 'high'"):
         RecomputeSchedule.from_dict({"version": 1, "ratios": [0.5], "guard_threshold": "high"})

@@ -39,18 +39,19 @@ def _default_cache_dir(local: bool = False) -> str:
     return os.path.join(home, "vlcache")
 
 
-def _env_int(name: str, default: int, of: str = "bytes") -> int:
+def _env_int(name: str, default: int, of: str = " of bytes") -> int:
     text = os.environ.get(name)
     if text is None:
         return default
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"The environment variable {name} must be a whole number of {of}, got {text!r}.") from None
+        raise ValueError(f"The environment variable {name} must be a whole number{of}, got {text!r}.") from None
 
 
 def _env_min_tokens() -> int | str:
-    return AUTO if os.environ.get("VLCACHE_MIN_TOKENS", AUTO) == AUTO else _env_int("VLCACHE_MIN_TOKENS", 1, "tokens")
+    name = "VLCACHE_MIN_TOKENS"
+    return AUTO if os.environ.get(name, AUTO) == AUTO else _env_int(name, 1, ", or auto")
 
 
 def _env_bool(name: str, default: str = "") -> bool:
@@ -130,7 +131,7 @@ class VLCacheConfig:
             by more than `guard_threshold`: nothing, a warning (`"warn"`), or a new start with the image computed in
             full (`"escalate"`), which also stores it for this context. It does not see when images of one prompt are
             mixed up (`lossy_multi_image`).
-        guard_threshold (`float`, *optional*, defaults to that of the schedule's file, or 0.7):
+        guard_threshold (`float`, *optional*, defaults to that of the schedule's file, or 0.7; a ratio brings none):
             Relative deviation `|computed - stored| / |computed|` of the first tokens' values, above which it acts.
             0.7 separates best on the two trained models of `examples/tiny_models` together; `vlcache audit` says what
             is right for a model of yours.
@@ -146,8 +147,9 @@ class VLCacheConfig:
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):
             Nothing is stored when the disk would have less free space than this.
         min_tokens (`int` or `str`, *optional*, defaults to `$VLCACHE_MIN_TOKENS` or `"auto"`):
-            Images of fewer tokens are neither looked up nor stored. `"auto"`: where a hit would cost more than it
-            saves, by the shape of the model and the kind of device (see `vlcache_hf.threshold`), at most 256.
+            Images of fewer tokens are neither looked up nor stored; a request without a larger one is left to the
+            stock model. `"auto"`: where a hit would cost more than it saves, by the shape of the model and the kind of
+            device, at most 128 (see `vlcache_hf.worthwhile`).
         second_sight_bytes (`int`, *optional*):
             Entries larger than this are stored when their image is met for the second time, so that large images that
             come once cost no writing. `None` stores everything at first sight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,7 @@ class _Decision:
         self._refused = refused
         self._prompt, self._encoded, self._options, self._shape = prompt, encoded, options, shape
         self._look_up = _LookUp(options, shape, avoid)
+        self._images_in = Counter(image.row for image in prompt.images)
         self._contexts = prompt.contexts([source.key for source in encoded.images])
         self.in_full: set[int] = set()
         self.rows_to_promote: set[int] = set()
@@ -129,8 +131,7 @@ class _Decision:
     def _lossy_allowed(self, row: int) -> bool:
         """Whether an image of a row may be reused from another context. Not by default where the row has several: KV
         says which of them an image is, and reuse then mixes them up (measured in benchmarks/accuracy)."""
-        several = sum(image.row == row for image in self._prompt.images) > 1
-        return self._options.lossy_allowed and (self._options.config.lossy_multi_image or not several)
+        return self._options.lossy_allowed and (self._options.config.lossy_multi_image or self._images_in[row] == 1)
 
     def _met_before(self, use: ImageUse) -> bool:
         """Whether an earlier request met the image in this very context, with a loss: then it is worth computing once

@@ -49,7 +49,8 @@ class RecomputeSchedule:
             `benchmarks/accuracy` finds it.
 
     Raises:
-        `ValueError`: a ratio is out of range or larger than the one before it; the message names layer and value.
+        `ValueError`: a ratio is out of range or larger than the one before it, or `guard_threshold` is negative; the
+            message names layer and value.
     """
 
     ratios: tuple[float, ...]
@@ -77,7 +78,8 @@ class RecomputeSchedule:
             ratios.append(float(ratio))
         if not ratios:
             raise ValueError("`ratios` is empty: give one ratio per decoder layer.")
-        if self.guard_threshold is not None and not 0.0 <= self.guard_threshold < math.inf:
+        limit: Any = 0.0 if self.guard_threshold is None else self.guard_threshold
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0.0 <= limit < math.inf:
             raise ValueError(f"`guard_threshold` must be a deviation of at least 0, got {self.guard_threshold!r}.")
         object.__setattr__(self, "ratios", tuple(ratios))
 

@@ -59,6 +59,8 @@ def _section(schedule: RecomputeSchedule, repo_id: str, file_name: str) -> str:
         last = layer + len(list(group)) - 1
         lines.append(f"| {layer}{f' to {last}' if last > layer else ''} | {ratio:g} |")
         layer = last + 1
+    if schedule.guard_threshold is not None:
+        lines += ["", f'`guard="escalate"` acts above a deviation of {schedule.guard_threshold:g}.']
     if schedule.method:
         lines += ["", "Made by:", ""]
         # a value may hold anything: on one line, it can end neither the list nor the section

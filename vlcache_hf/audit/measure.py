@@ -25,7 +25,7 @@ _OWN_STORE: dict[str, Any] = {
     "write_behind": False,
     "namespace": "",
     "min_tokens": 1,
-    "lossy_multi_image": True,
+    "lossy_multi_image": False,
     "second_sight_bytes": None,
     "storage_dtype": "auto",
     "policy": "prefix",
@@ -168,7 +168,11 @@ def _recomputed(record: RequestRecord) -> float:
 
 
 def measure(
-    bench: Bench, messages: Messages, earlier: Sequence[Messages], cases: Mapping[str, Mapping[str, Any]]
+    bench: Bench,
+    messages: Messages,
+    earlier: Sequence[Messages],
+    cases: Mapping[str, Mapping[str, Any]],
+    lossy_multi_image: bool = False,
 ) -> dict[str, Any]:
     """One prompt in full, as an exact hit, and reused from other contexts.
 
@@ -177,10 +181,12 @@ def measure(
         messages (`Messages`): the prompt.
         earlier (sequence of `Messages`): prompts that have its images in other contexts.
         cases (`Mapping[str, Mapping]`): settings of each way to reuse, by label.
+        lossy_multi_image (`bool`, *optional*, defaults to `False`): the setting; without it nothing of other contexts
+            is reused in a prompt with several images.
 
     Returns:
-        `dict`: `answer_tokens`, `exact` (`Measure`), and where an image was reused `cases` (`dict[str, Measure]`) and
-        `deviation`, what the guard sees.
+        `dict`: `answer_tokens`, `exact` (`Measure`), `several`, and where an image was reused `cases`
+        (`dict[str, Measure]`) and `deviation`, what the guard sees.
 
     Raises:
         `NotMeasured`: a request was not the hit that it was to be.
@@ -195,11 +201,14 @@ def measure(
     if worst(record) != "exact":
         raise NotMeasured(f"no exact hit after it was stored, is the disk full? {record}")
     row: dict[str, Any] = {"answer_tokens": len(answer), "exact": compare(full, logits, record)}
+    row["several"] = len(inputs["image_grid_thw"]) > 1 and not lossy_multi_image
+    if row["several"]:
+        return row
     for chat in earlier:
         # the forward of `seen` stores: with reuse="exact" all that is no exact hit is computed in full
         bench.seen(bench.inputs(chat), reuse="exact", namespace="other")
     # a sample of the recomputed rows tells the deviation; nothing exceeds the threshold, so nobody is warned
-    watched = {"guard": "warn", "guard_threshold": 1e30}
+    watched = {"guard": "warn", "guard_threshold": 1e30, "lossy_multi_image": lossy_multi_image}
     record = bench.cached(inputs, answer[:1], namespace="other", read_only=True, **watched)[1]
     if worst(record) == "miss":
         raise NotMeasured(f"computed in full although stored in another context: {record}")

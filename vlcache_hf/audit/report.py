@@ -89,7 +89,7 @@ class CaseResult:
         recomputed (`float`): mean share of image tokens computed.
         escalated (`int`): prompts that the guard had computed in full.
         guard_threshold (`float`, *optional*): the highest at which the guard would keep the share of answers that
-            differ within the limit; `None` where it was on.
+            differ within the limit; `None` where it was on, and without prompts.
     """
 
     label: str
@@ -156,10 +156,12 @@ class AuditReport:
             `"exact"` hits, `"reused"` from another context, or a `"miss"`.
         same_context (`int`): prompts whose earlier prompt gave an exact hit: nothing is reused from elsewhere there,
             so they are left out of `cases`.
+        several_images (`int`): prompts with several images, of which lossless hits only are reused unless
+            `lossy_multi_image` is set: left out, too.
         exact (`CaseResult`): exact hits: what of the differences below is kernel noise.
         cases (`list[CaseResult]`): reuse from another context.
         deviations (`list[float]`): what the guard sees, by prompt.
-        guard_threshold (`float`): above which it acts.
+        guard_threshold (`float`): above which it acts: the setting, else that of the schedule `"auto"`.
         max_flips (`float`): the share of answers that may differ.
         failed (`list[dict]`): prompts that could not be audited, with the reason.
     """
@@ -169,6 +171,7 @@ class AuditReport:
     answer_tokens: float
     in_operation: dict[str, int]
     same_context: int
+    several_images: int
     exact: CaseResult
     cases: list[CaseResult]
     deviations: list[float]
@@ -194,6 +197,7 @@ class AuditReport:
             "answer_tokens": _number(self.answer_tokens),
             "in_operation": self.in_operation,
             "same_context": self.same_context,
+            "several_images": self.several_images,
             "exact": self.exact.to_dict(),
             "cases": [case.to_dict() for case in self.cases],
             "guard": {
@@ -228,18 +232,11 @@ def recommend(report: AuditReport) -> list[str]:
         )
     else:
         best = min(cases, key=lambda case: (case.flips.value, case.answer_kl))
-        guarded = max(cases, key=lambda case: case.guard_threshold or 0.0)
         lines.append(
             f'Recommended: reuse="exact". With every schedule more than {percent(limit)} of answers differ; the best '
             f"is {_said(best)}."
         )
-        if guarded.guard_threshold:
-            above = Rate(sum(d > guarded.guard_threshold for d in report.deviations), len(report.deviations))
-            lines.append(
-                f'Or schedule={_schedule(guarded)}, guard="escalate", guard_threshold={guarded.guard_threshold:.3g}, '
-                f"which computes {above.count} of {above.total} prompts in full: then at most {percent(limit)} of all "
-                "answers differ."
-            )
+        lines += _guarded(report, cases)
     hits = report.in_operation["exact"] + report.in_operation["reused"]
     if hits and report.in_operation["reused"]:
         lost = Rate(report.in_operation["reused"], hits)
@@ -259,17 +256,42 @@ def recommend(report: AuditReport) -> list[str]:
     return lines
 
 
+def _guarded(report: AuditReport, cases: Sequence[CaseResult]) -> list[str]:
+    """The cheapest case with a guard that is calibrated on these prompts."""
+
+    def computed(case: CaseResult) -> float:
+        above = _above(report, case)
+        return above.value + (1 - above.value) * case.recomputed
+
+    known = [case for case in cases if case.guard_threshold]
+    if not known:
+        return []
+    best = min(known, key=computed)
+    above, allowed = _above(report, best), Rate(math.floor(report.max_flips * best.prompts + 1e-9), best.prompts)
+    return [
+        f'Or {_setting(best)}, guard="escalate", guard_threshold={best.guard_threshold}: of these {best.prompts} '
+        f"prompts {above.count} would be computed in full, and at most {allowed.count} other answers differ "
+        f"(95 % CI of other prompts {interval(allowed)})."
+    ]
+
+
+def _above(report: AuditReport, case: CaseResult) -> Rate:
+    limit = case.guard_threshold or 0.0
+    return Rate(sum(deviation > limit for deviation in report.deviations), len(report.deviations))
+
+
 def _said(case: CaseResult) -> str:
-    policy = f', policy="{case.policy}"' if case.policy != "prefix" else ""
     return (
-        f"schedule={_schedule(case)}{policy}, where {case.flips.count} of {case.prompts} answers differ "
+        f"{_setting(case)}, where {case.flips.count} of {case.prompts} answers differ "
         f"({percent(case.flips.value)}, 95 % CI {interval(case.flips)}) and {percent(case.recomputed)} of image "
         "tokens are recomputed"
     )
 
 
-def _schedule(case: CaseResult) -> str:
-    return case.schedule if case.schedule.replace(".", "").isdigit() else f'"{case.schedule}"'
+def _setting(case: CaseResult) -> str:
+    policy = f', policy="{case.policy}"' if case.policy != "prefix" else ""
+    schedule = case.schedule if case.schedule.replace(".", "").isdigit() else f'"{case.schedule}"'
+    return f"schedule={schedule}{policy}"
 
 
 def percent(share: float) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..cache import VLCache
+from ..config import VLCacheConfig
 from ..options import model_label
 from ..schedule_lookup import ModelFacts, resolve_schedule
 from .measure import Bench, NotMeasured, measure
@@ -55,6 +58,7 @@ def audit(
             "policy": policy,
             "guard": settings.guard,
             "guard_threshold": settings.guard_threshold,
+            "lossy_multi_image": settings.lossy_multi_image,
         }
         for label, _, policy, schedule in settings.cases()
     }
@@ -63,14 +67,18 @@ def audit(
         raise ValueError("Nothing is cached for this model, see the warning above.")
     label = model_label(model.config, keys)
     rows = PartialResults(partial, _identity(label, samples, settings))
-    _replay(model, processor, samples, rows, step)
+    in_use = {"lossy_multi_image": settings.lossy_multi_image, "min_tokens": VLCacheConfig().min_tokens}
+    _replay(model, processor, samples, rows, in_use, step)
     with tempfile.TemporaryDirectory(prefix="vlcache-audit-") as folder:
         bench = Bench(model, processor, folder, settings.max_new_tokens)
         for index, earlier in enumerate(earlier_prompts(samples)):
             if "failed" in rows.get("measure", index, {"failed": ""}):  # what failed is tried again
-                rows.put("measure", index, _measured(bench, samples[index], earlier, cases))
+                found = _measured(bench, samples[index], earlier, cases, settings.lossy_multi_image)
+                rows.put("measure", index, found)
             step()
-    return _report(label, samples, settings, rows)
+    auto = model.vlcache.options(VLCache(schedule="auto"), model.config, layers)
+    limit = settings.guard_threshold if settings.guard_threshold is not None else auto.guard_threshold
+    return _report(label, samples, settings, rows, limit)
 
 
 def _identity(label: str, samples: Sequence[AuditSample], settings: AuditSettings) -> dict[str, Any]:
@@ -85,9 +93,14 @@ def _identity(label: str, samples: Sequence[AuditSample], settings: AuditSetting
 
 
 def _replay(
-    model: Any, processor: Any, samples: Sequence[AuditSample], rows: PartialResults, step: Callable[[], None]
+    model: Any,
+    processor: Any,
+    samples: Sequence[AuditSample],
+    rows: PartialResults,
+    in_use: dict[str, Any],
+    step: Callable[[], None],
 ) -> None:
-    """What the prompts are to the cache when they come one after the other, with the default settings.
+    """What the prompts are to the cache when they come one after the other, with the settings that it has in use.
 
     Each depends on those before it, so a replay that was stopped begins anew.
     """
@@ -97,17 +110,20 @@ def _replay(
         for index, sample in enumerate(samples):
             if not done:
                 try:
-                    inputs = bench.inputs(sample.messages)
-                    kind = bench.seen(inputs, schedule="auto", lossy_multi_image=False)
+                    kind = bench.seen(bench.inputs(sample.messages), schedule="auto", **in_use)
+                except NotMeasured:  # left to the stock model
+                    kind = "miss"
                 except Exception:  # `measure`, which meets it too, says what it is
                     kind = "failed"
                 rows.put("replay", index, kind)
             step()
 
 
-def _measured(bench: Bench, sample: AuditSample, earlier: Any, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _measured(
+    bench: Bench, sample: AuditSample, earlier: Any, cases: dict[str, dict[str, Any]], lossy_multi_image: bool
+) -> dict[str, Any]:
     try:
-        row = measure(bench, sample.messages, earlier, cases)
+        row = measure(bench, sample.messages, earlier, cases, lossy_multi_image)
     except NotMeasured as why:
         return {"failed": str(why)}
     except Exception as error:  # a broken image, one that the processor refuses, or that does not fit into memory
@@ -119,7 +135,9 @@ def _measured(bench: Bench, sample: AuditSample, earlier: Any, cases: dict[str, 
     return row
 
 
-def _report(label: str, samples: Sequence[AuditSample], settings: AuditSettings, rows: PartialResults) -> AuditReport:
+def _report(
+    label: str, samples: Sequence[AuditSample], settings: AuditSettings, rows: PartialResults, guard_threshold: float
+) -> AuditReport:
     measured = [(sample, rows.get("measure", index)) for index, sample in enumerate(samples)]
     good = [row for _, row in measured if "failed" not in row]
     reused = [row for row in good if "cases" in row]
@@ -127,9 +145,10 @@ def _report(label: str, samples: Sequence[AuditSample], settings: AuditSettings,
 
     def result(label: str, schedule: str, policy: str, found: Sequence[dict[str, Any]]) -> CaseResult:
         threshold = None
-        if schedule and settings.guard != "escalate":
+        if schedule and reused and settings.guard != "escalate":
             harmed = [values["flip"] for values in found]
             threshold = calibrated_threshold([row["deviation"] for row in reused], harmed, settings.max_flips)
+            threshold = math.floor(1e4 * threshold) / 1e4  # a number to be typed; rounded up it could let more pass
         return CaseResult.of(label, schedule, policy, [Measure(**values) for values in found], threshold)
 
     return AuditReport(
@@ -137,14 +156,15 @@ def _report(label: str, samples: Sequence[AuditSample], settings: AuditSettings,
         prompts=len(good),
         answer_tokens=mean([row["answer_tokens"] for row in good]),
         in_operation={kind: kinds.count(kind) for kind in ("exact", "reused", "miss")},
-        same_context=len(good) - len(reused),
+        same_context=sum("cases" not in row and not row["several"] for row in good),
+        several_images=sum(row["several"] for row in good),
         exact=result("exact hit", "", "", [row["exact"] for row in good]),
         cases=[
             result(label, schedule, policy, [row["cases"][label] for row in reused])
             for label, schedule, policy, _ in settings.cases()
         ],
         deviations=[row["deviation"] for row in reused],
-        guard_threshold=settings.guard_threshold,
+        guard_threshold=guard_threshold,
         max_flips=settings.max_flips,
         failed=[{"prompt": sample.name, "problem": row["failed"]} for sample, row in measured if "failed" in row],
     )

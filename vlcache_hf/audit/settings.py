@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..config import DEFAULT_GUARD_THRESHOLD, VLCacheConfig
+from ..config import VLCacheConfig
 from ..schedule import RecomputeSchedule
 
 # With these no stored KV of another context is reused, so there is nothing to audit.
@@ -21,7 +21,8 @@ class AuditSettings:
         schedules (sequence, *optional*): values of `VLCacheConfig.schedule`, each below 1.
         policies (sequence of `str`, *optional*): values of `VLCacheConfig.policy`; each is tried with each schedule.
         guard (`str`, *optional*, defaults to `"off"`): `VLCacheConfig.guard` while reusing.
-        guard_threshold (`float`, *optional*, defaults to 0.7): `VLCacheConfig.guard_threshold`.
+        guard_threshold (`float`, *optional*): `VLCacheConfig.guard_threshold`.
+        lossy_multi_image (`bool`, *optional*, defaults to `False`): `VLCacheConfig.lossy_multi_image`.
         max_new_tokens (`int`, *optional*, defaults to 32): tokens of an answer.
         max_flips (`float`, *optional*, defaults to 0.01): share of answers that may differ, for the recommendation.
 
@@ -32,7 +33,8 @@ class AuditSettings:
     schedules: Sequence[str | float | RecomputeSchedule] = DEFAULT_SCHEDULES
     policies: Sequence[str] = ("prefix",)
     guard: str = "off"
-    guard_threshold: float = DEFAULT_GUARD_THRESHOLD
+    guard_threshold: float | None = None
+    lossy_multi_image: bool = False
     max_new_tokens: int = 32
     max_flips: float = 0.01
 
@@ -47,7 +49,7 @@ class AuditSettings:
                 raise ValueError(f"The policy {policy!r} reuses no KV: there is nothing to audit.")
         if not self.schedules or not self.policies:
             raise ValueError("Give at least one schedule and one policy.")
-        VLCacheConfig(guard=self.guard, guard_threshold=self.guard_threshold)
+        VLCacheConfig(guard=self.guard, guard_threshold=self.guard_threshold, lossy_multi_image=self.lossy_multi_image)
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` must be a whole number from 1, got {self.max_new_tokens!r}.")
         if not 0.0 < self.max_flips < 1.0:

@@ -1,4 +1,4 @@
-"""The guard's threshold for one model: what its own prompts say."""
+"""`VLCacheConfig.guard_threshold` for one model: what its own prompts say."""
 
 from __future__ import annotations
 

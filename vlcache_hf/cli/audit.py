@@ -70,7 +70,10 @@ def _number(text: str) -> str | float:
     help="Which tokens are recomputed; may be repeated.",
 )
 @click.option("--guard", type=click.Choice(GUARDS), default="off", show_default=True, help="The guard while reusing.")
-@click.option("--guard-threshold", type=float, help="Deviation above which the guard acts.  [default: 0.7]")
+@click.option(
+    "--guard-threshold", type=float, help="Deviation above which it acts.  [default: the schedule's, else 0.7]"
+)
+@click.option("--lossy-multi-image", is_flag=True, help="Reuse in prompts with several images, too.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of an answer.")
 @click.option(
     "--max-flips", type=float, default=0.01, show_default=True, help="Share of answers that may differ, to recommend."
@@ -92,6 +95,7 @@ def audit(
     policies: tuple[str, ...],
     guard: str,
     guard_threshold: float | None,
+    lossy_multi_image: bool,
     max_new_tokens: int,
     max_flips: float,
     json_file: str | None,
@@ -120,6 +124,7 @@ def audit(
         policies=tuple(dict.fromkeys(policies)),
         guard=guard,
         guard_threshold=guard_threshold,
+        lossy_multi_image=lossy_multi_image,
         max_new_tokens=max_new_tokens,
         max_flips=max_flips,
     )
@@ -200,6 +205,11 @@ def _lines(report: AuditReport) -> list[str]:
         notes.append(
             f"{plural(report.same_context, 'prompt')} had the image in the same context before: exact, and not in the "
             "schedules' rows."
+        )
+    if report.several_images:
+        notes.append(
+            f"{plural(report.several_images, 'prompt')} with several images: of those only exact hits are reused, "
+            "unless --lossy-multi-image is given."
         )
     acts = report.guard_acts
     if acts.total:

@@ -17,7 +17,8 @@ from ..options import model_label
 from ..precision import KVShape
 from ..prefill import PrefillRequest
 from ..prompt import NotServable, read_prompt
-from ..threshold import min_tokens
+from ..records import RequestRecord
+from ..worthwhile import min_tokens
 
 # Forward arguments that a served request may carry. Anything else, now or in a later Transformers, is left to stock.
 _KNOWN = {
@@ -76,12 +77,16 @@ def encode(model: Any, pixels: torch.Tensor, grids: torch.Tensor | None, cache: 
         runtime.warn_once("Nothing is cached under tensor parallelism: each rank holds a part of the KV heads only.")
         return None
     options = runtime.options(cache, model.config, len(core.language_model.layers))
+    least = min_tokens(options.config, core.config, core.language_model.device.type)
+    if int(patches.max()) < least * merge:
+        # nothing is even hashed: for images this small that would cost more than it can save
+        runtime.note(RequestRecord(in_full=f"all images have fewer tokens than min_tokens={least}"))
+        return None
     start = perf_counter()
     keys = runtime.model_keys(core, options.config.namespace)
     fingerprint = perf_counter() - start
     if keys is None:
         return None
-    least = min_tokens(options.config, core.config, core.language_model.device.type)
     options = dataclasses.replace(options, model=model_label(model.config, keys), min_tokens=least)
 
     def tower(some_pixels: torch.Tensor, some_grids: torch.Tensor, watched: bool) -> Any:

@@ -125,7 +125,7 @@ class _Cached(_MixedInto):
 
     def _settings(self) -> dict[str, Any]:
         config = self.model.vlcache.config
-        names = ("schedule", "policy", "reuse", "guard", "guard_threshold")
+        names = ("schedule", "policy", "reuse", "guard", "guard_threshold", "min_tokens", "lossy_multi_image")
         return {"settings": {**{name: str(getattr(config, name)) for name in names}, "auxiliary": self._fills}}
 
     def _generate(self, **kwargs: Any) -> Any:
