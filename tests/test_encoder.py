@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from streams import LateCopies, on_gpu
+from vlcache_hf import features
 from vlcache_hf.config import VLCacheConfig
 from vlcache_hf.encoder import EncodedImages
 from vlcache_hf.features import KIND
@@ -84,6 +86,27 @@ def test_features_are_stored_and_found_again(make):
     assert make.tower.calls == [[GRIDS[0], GRIDS[1]]]
     assert [image.source for image in again.images] == ["hit"] * 3
     assert again.record.bytes_read > 0
+
+
+def test_features_of_a_gpu_are_stored_once_they_have_arrived(make, monkeypatch):
+    made = []
+
+    class Late(LateCopies):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(features, "HostCopies", Late)
+    encoded = make()
+    expected = encoded.pooler_output
+    for image in encoded.images[:2]:
+        image.features.pooled = on_gpu(image.features.pooled)
+        image.features.deepstack = [on_gpu(level) for level in image.features.deepstack]
+    assert encoded.write_pending() > 0
+    assert [copies.waits for copies in made] == [1], "once for all images"
+    again = make()
+    assert all(torch.equal(a, b) for a, b in zip(again.pooler_output, expected))
+    assert [image.source for image in again.images] == ["hit"] * 3
 
 
 def test_stored_features_cannot_be_changed_by_the_caller(make):

@@ -100,7 +100,9 @@ class PrefillCache(Cache):
             use, computed = state.uses[index], (keys[offset : offset + b - a], values[offset : offset + b - a])
             use.capture_rows(layer_idx, *computed)
             if use.kind == "reused" and state.watch.compares_kv(layer_idx):
-                state.watch.add_kv(layer_idx, index, a, computed, use.stored_rows(layer_idx, a, b, *computed))
+                state.watch.add_kv(
+                    layer_idx, index, a, computed, use.stored_rows(layer_idx, a, b, *computed, state.ahead)
+                )
         for index, a, b in plan.stored:
             state.put_stored(state.uses[index], layer_idx, a, b, key_pool, value_pool)
         self._hand_over(key_pool, value_pool, layer_idx)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from .encoder import EncodedImages
 from .features import SourceImage, entry_fields, has_grid
+from .image_use import ImageUse
 from .options import Options
 from .plan import Runs
 from .policies import EncoderOnly, checked_runs
 from .precision import KVShape, stored_error
 from .prompt import Prompt, PromptImage
 from .records import ImageRecord
-from .state import ImageUse
 from .store import StoredEntry
 from .watch import with_probe
 
@@ -204,6 +204,7 @@ def store_captured(uses: Sequence[ImageUse], options: Options) -> int:
     for use in uses:
         if not use.capture or len(use.captured) != len(use.shape.shapes(0)):
             continue
+        use.copies.wait()
         fields = entry_fields(use.grid, use.image.length, options)
         if not use.shape.exact:
             use.record.storage, use.record.storage_error = use.shape.storage, use.error.value()

@@ -14,6 +14,7 @@ from .lazy import LazyPixels
 from .options import Options
 from .records import RequestRecord
 from .store import StoredEntry, StoreReadError
+from .transfer import HostCopies
 from .version import __version__
 
 KIND = "vit"
@@ -160,15 +161,18 @@ class FeatureSource:
 
     def write_pending(self) -> int:
         """Stores the features that the vision tower made for this request; returns the bytes written."""
-        written, store = 0, self.options.store
+        written, store, copies = 0, self.options.store, HostCopies()
+        copied: list[tuple[SourceImage, dict[str, torch.Tensor]]] = []
         for image in self._pending:
             assert image.features is not None
-            tensors = image.features.tensors()
+            tensors = {name: tensor.detach() for name, tensor in image.features.tensors().items()}
             if self.admission.stores(image.key, image.tokens, sum(tensor.nbytes for tensor in tensors.values())):
-                host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-                written += store.put(
-                    KIND, image.key, image.key, host, entry_fields(image.grid, image.tokens, self.options)
-                )
+                on_cpu = {name: t if t.device.type == "cpu" else copies.copy(t) for name, t in tensors.items()}
+                copied.append((image, on_cpu))
+        copies.wait()
+        for image, on_cpu in copied:
+            fields = entry_fields(image.grid, image.tokens, self.options)
+            written += store.put(KIND, image.key, image.key, on_cpu, fields)
         self._pending.clear()
         return written
 

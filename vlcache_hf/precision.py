@@ -61,7 +61,7 @@ class KVShape:
     def encode(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], StorageError]:
-        """The tensors that are stored for one layer, on the CPU, and what they lose.
+        """The tensors that are stored for one layer, where they were computed, and what they lose.
 
         Args:
             layer (`int`): the layer.
@@ -78,7 +78,7 @@ class KVShape:
                 (keys, dequantise(stored_k, scale_k, torch.float32)),
                 (values, dequantise(stored_v, scale_v, torch.float32)),
             )
-        return {name: part.to("cpu", copy=True) for name, part in zip(self.names(layer), parts)}, error
+        return dict(zip(self.names(layer), parts)), error
 
 
 class StorageError:

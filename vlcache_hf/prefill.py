@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ from .attention.segments import resolve
 from .cache import REQUEST, TAINT, PrefillCache
 from .decide import KIND, decide, guarded, remember, store_captured
 from .encoder import EncodedImages
+from .image_use import ImageUse
 from .options import Options
 from .plan import ImageSpan, LayerPlan, plan_prefill
 from .policies import LargestDeviation
 from .precision import KVShape
 from .prompt import NotServable, Prompt
-from .state import ImageUse, KVProjection, PrefillState
+from .readahead import ReadAhead
+from .state import KVProjection, PrefillState
 from .store import StoreReadError
 from .watch import ContextMismatch, Watch, probe_layer
 
@@ -76,8 +79,8 @@ def run(
     escalated: dict[int, float] = {}
     while True:
         try:
-            with record.timed("prefill"):
-                hidden = _forward(text_model, request, target, project)
+            with record.timed("prefill"), closing(ReadAhead(request.input_ids.device)) as ahead:
+                hidden = _forward(text_model, request, target, ahead, project)
             break
         except StoreReadError:
             for use in request.uses:
@@ -109,7 +112,7 @@ def run(
 
 
 def _forward(
-    text_model: Any, request: PrefillRequest, target: Cache | None, project: KVProjection | None
+    text_model: Any, request: PrefillRequest, target: Cache | None, ahead: ReadAhead, project: KVProjection | None
 ) -> torch.Tensor:
     prompt, uses, encoded = request.prompt, request.uses, request.encoded
     plan = _plan(request, project)
@@ -125,7 +128,7 @@ def _forward(
     options = encoded.options
     backend = resolve(options.config.attention, device, dtype, request.shape.head_dim)
     watch = _watch(options, uses, request.shape.layers)
-    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend, watch, project)
+    state = PrefillState(plan, prompt, uses, cos, sin, flat.to(device), backend, watch, ahead, project)
 
     features = [(index, a, b, encoded.rows(index, a, b)) for _, index, a, b in plan[0].visual]
     for (offset, _, a, b), (_, _, _, rows) in zip(plan[0].visual, features):

@@ -2,104 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .attention.segments import SegmentAttention
+from .image_use import ImageUse
 from .plan import LayerPlan, Runs, complement
-from .precision import KVShape, StorageError, dequantise
 from .prompt import Prompt, PromptImage
-from .records import ImageRecord
+from .readahead import ReadAhead, Rows
 from .rope import rotate_into, signed
-from .store import StoredEntry, StoreReadError
 from .watch import Watch
 
 # keys before RoPE and values, `(n, kv_heads, head_dim)`, of hidden states `(1, n, hidden)` at a layer
 KVProjection = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class ImageUse:
-    """What is done with one image of the prompt.
-
-    Args:
-        image (`PromptImage`): where it stands.
-        group (`str`): key of its KV, whatever the context.
-        context (`str`): digest of its context.
-        grid (`tuple[int, ...]`): its `image_grid_thw` row.
-        kind (`str`): `"exact"`, `"reused"` or `"miss"`.
-        recompute (`tuple[Runs, ...]`): the tokens computed at each layer.
-        entry (`StoredEntry`, *optional*): the stored KV of a hit.
-        entry_name (`str`, *optional*): the context that `entry` belongs to.
-        capture (`bool`): whether its KV is kept for the store.
-        failed (`bool`): whether reading `entry` broke off.
-        record (`ImageRecord`): its line in the request's record.
-        shape (`KVShape`): how its KV is stored.
-        captured (`dict[str, torch.Tensor]`): what is to be stored, so far.
-        error (`StorageError`): what storing it so loses, so far.
-    """
-
-    image: PromptImage
-    group: str
-    context: str
-    grid: tuple[int, ...]
-    kind: str
-    recompute: tuple[Runs, ...]
-    record: ImageRecord
-    shape: KVShape
-    entry: StoredEntry | None = None
-    entry_name: str = ""
-    capture: bool = False
-    failed: bool = False
-    captured: dict[str, torch.Tensor] = field(default_factory=dict)
-    error: StorageError = field(default_factory=StorageError)
-
-    @property
-    def lossy(self) -> bool:
-        """Whether what is computed behind this image carries a loss: of another context, or of 8 bits."""
-        return self.kind == "reused" or (self.kind == "exact" and not self.shape.exact)
-
-    def count_recomputed(self) -> None:
-        """Notes how many tokens, times layers, are computed."""
-        self.record.recomputed = sum(b - a for runs in self.recompute for a, b in runs)
-
-    def capture_rows(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keeps one layer's keys before RoPE and values, `(T, kv_heads, head_dim)`, if the image is to be stored."""
-        if self.capture:
-            parts, error = self.shape.encode(layer, keys, values)
-            self.captured.update(parts)
-            self.error.add(error)
-
-    def stored_rows(
-        self, layer: int, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored keys before RoPE and values of the tokens `[start, stop)` at one layer.
-
-        Args:
-            layer (`int`), start (`int`), stop (`int`): which.
-            keys (`torch.Tensor` of shape `(n, kv_heads, head_dim)`), values (`torch.Tensor`):
-                rows computed now, whose device, dtype and shape the stored ones must have.
-
-        Raises:
-            `StoreReadError`: they cannot be read or do not fit.
-        """
-        assert self.entry is not None
-        self.failed = True
-        parts = []
-        for name, like in zip(self.shape.names(layer), 2 * (keys, values)):
-            part = self.entry.rows(name, start, stop)
-            self.record.bytes_read += part.nbytes
-            parts.append(part.to(like.device, non_blocking=True))
-        if not self.shape.exact:
-            parts = [dequantise(*pair, like.dtype) for pair, like in zip(zip(parts[:2], parts[2:]), (keys, values))]
-        for name, part, like in zip(self.shape.names(layer), parts, (keys, values)):
-            if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype or part.shape[0] != stop - start:
-                raise StoreReadError(f"{name} has shape {tuple(part.shape)} and dtype {part.dtype}")
-        self.failed = False
-        return parts[0], parts[1]
 
 
 class RowRope:
@@ -138,6 +55,7 @@ class PrefillState:
         flat (`torch.Tensor` of shape `(n,)`): flat columns `b * S + s` of the packed rows of layer 0.
         backend (`SegmentAttention`): the attention kernel.
         watch (`Watch`): what is learned about reuse on the way.
+        ahead (`ReadAhead`): loads the stored rows of the next layer.
         project (`Callable`, *optional*):
             Keys and values of given hidden states at a layer; without it rows cannot get keys and values only.
     """
@@ -152,6 +70,7 @@ class PrefillState:
         flat: torch.Tensor,
         backend: SegmentAttention,
         watch: Watch,
+        ahead: ReadAhead,
         project: KVProjection | None = None,
     ) -> None:
         self.plan = plan
@@ -159,6 +78,7 @@ class PrefillState:
         self.uses = uses
         self.backend = backend
         self.watch = watch
+        self.ahead = ahead
         page = backend.page_size
         longest = max(row.columns.size for row in prompt.rows)
         self.pool_shape = (len(prompt.rows), (longest + page - 1) // page * page)
@@ -167,6 +87,18 @@ class PrefillState:
         self._project = project
         self._keys_of = self._queries_of = RowRope(self._cos[flat], self._sin[flat])
         self._scratch: dict[int, dict[Any, Any]] = {}
+        ahead.begin(self._reads(0))
+
+    def _reads(self, layer: int) -> Iterator[Rows]:
+        """The stored rows that a layer reads: to merge them, and to compare them with those computed now."""
+        parts = list(self.plan[layer].stored)
+        if self.watch.compares_kv(layer):
+            visual = self.plan[layer].visual
+            parts += [(index, a, b) for _, index, a, b in visual if self.uses[index].kind == "reused"]
+        if self.watch.compares_attention(layer):
+            parts += [(index, 0, use.image.length) for index, use in enumerate(self.uses) if use.kind == "reused"]
+        for index, a, b in parts:
+            yield self.uses[index].rows(layer, a, b)
 
     def replan(self, plan: tuple[LayerPlan, ...], layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Takes a plan that differs in what comes behind a layer.
@@ -181,10 +113,12 @@ class PrefillState:
         """
         self.plan = plan
         self._scratch.clear()  # it is found by the identity of parts of the old plan
+        self.ahead.begin(self._reads(layer + 1))
         return self._keep(hidden, plan[layer].through)
 
     def enter(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Sets the rows aside that get keys and values only, for `PrefillCache`.
+        """Lets the next layer's stored rows load, and sets the rows aside that get keys and values only, for
+        `PrefillCache`.
 
         Args:
             layer (`int`): the layer that comes.
@@ -193,6 +127,7 @@ class PrefillState:
         Returns:
             `torch.Tensor` of shape `(1, rows that go on, hidden)`.
         """
+        self.ahead.begin(self._reads(layer + 1))
         self.aside = None
         self._keys_of = self._queries_of
         through = self.plan[layer].through
@@ -290,7 +225,7 @@ class PrefillState:
         Raises:
             `StoreReadError`: they cannot be read or do not fit.
         """
-        stored_keys, stored_values = use.stored_rows(layer, start, stop, keys[0], values[0])
+        stored_keys, stored_values = use.stored_rows(layer, start, stop, keys[0], values[0], self.ahead)
         row, part = use.image.row, slice(use.image.start + start, use.image.start + stop)
         rotate_into(keys[row, part], stored_keys, *self.image_rope(use.image, start, stop, keys.device))
         values[row, part] = stored_values

@@ -1,5 +1,6 @@
 import math
 import os
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from vlcache_hf.store import StoreReadError
 from vlcache_hf.store import entry as entry_module
 from vlcache_hf.store import layout as layout_module
+from vlcache_hf.store.checksum import BLOCK_BYTES, Verified
 from vlcache_hf.store.entry import BadEntryError, open_entry
 from vlcache_hf.store.layout import NonFiniteError, lay_out, write_entry
 
@@ -100,6 +102,48 @@ def test_rows_are_views_that_read_only_themselves(tmp_path):
     assert rows.data_ptr() == entry.tensor("k").data_ptr() + 10 * 2 * 64 * 2
     assert entry.rows("k", 5, 5).shape == (0, 2, 64)
     assert entry.rows("k", 1000, 1000).shape == (0, 2, 64)
+
+
+def test_rows_are_ready_once_their_blocks_were_checked(tmp_path):
+    rows = BLOCK_BYTES // 1024
+    tensor = random((5 * rows // 2, 256), torch.float32)  # two blocks and a half
+    path = write(tmp_path / "e", {"k": tensor, "none": torch.ones(0, 3), "scalar": torch.tensor(1.0)})
+    verified = Verified()
+    entry = open_entry(path, *KEY, verified)
+    parts = [(0, 1), (0, rows), (rows, 2 * rows), (2 * rows, len(tensor)), (rows - 1, rows + 1), (0, len(tensor))]
+
+    def ready(other=entry):
+        return [other.ready("k", *part) for part in parts]
+
+    assert ready() == [False] * 6
+    entry.rows("k", 3, 4)
+    assert ready() == [True, True, False, False, False, False]
+    entry.rows("k", rows, rows + 1)
+    assert ready() == [True, True, True, False, True, False]
+    entry.rows("k", len(tensor) - 1, len(tensor))
+    assert ready() == ready(open_entry(path, *KEY, verified)) == [True] * 6
+    assert ready(open_entry(path, *KEY)) == [False] * 6
+    assert entry.ready("none", 0, 0) and not entry.ready("v", 0, 1), "what is not there is found out by reading it"
+
+
+def test_rows_can_be_read_in_several_threads(tmp_path):
+    names = [f"k.{number}" for number in range(40)]
+    tensors = {name: torch.full((8, 64), float(number)) for number, name in enumerate(names)}
+    entry = open_entry(write(tmp_path / "e", tensors), *KEY, Verified())
+    wrong = []
+
+    def read(seed):
+        for step in range(400):
+            number = (7 * step + seed) % len(names)
+            if not torch.equal(entry.rows(names[number], 2, 5), tensors[names[number]][2:5]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and all(entry.ready(name, 0, 8) for name in names)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs /proc")

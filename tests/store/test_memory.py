@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from streams import pinning
 from vlcache_hf.store import DiskStore, MemoryEntry, RamTier, StoreReadError
 from vlcache_hf.store.layer import TierOver
 
@@ -69,6 +70,22 @@ def test_what_was_read_is_kept_at_the_second_use(disk):
         file.unlink()
     assert value(tier, A) == 1.0
     assert value(disk, A) is None
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_copies_are_pinned_for_cuda_unless_locked_memory_is_short(disk, monkeypatch, works):
+    put(disk, A, 3.0)
+    tier = RamTier(disk, 1000)
+    assert value(tier, A) == 3.0
+    asked = pinning(monkeypatch, works)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert value(tier, A) == 3.0 and tier.ram_bytes == ENTRY
+    assert asked == [(5, 2)]
+    assert value(tier, A) == 3.0 and len(asked) == 1
+
+
+def test_rows_in_memory_are_always_ready():
+    assert MemoryEntry({"k": torch.ones(3, 2)}, {}).ready("k", 0, 3)
 
 
 def test_the_least_recently_used_entry_goes_first(disk):

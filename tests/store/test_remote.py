@@ -82,8 +82,10 @@ def test_only_what_is_asked_for_is_fetched_and_only_once(store, server):
         client.config_resetstat()
         assert entry.shape("layer5") == (1000, 250)
         assert calls(server, "hget") == 0
+        assert not entry.ready("layer3", 10, 20)
         for _ in range(2):
             assert entry.rows("layer3", 10, 20).eq(3).all()
+        assert entry.ready("layer3", 0, 1000) and not entry.ready("layer4", 0, 1)
         assert entry.bytes_read == tensors["layer3"].nbytes
         assert calls(server, "hget") == 1
         sent = client.info("stats")["total_net_output_bytes"]

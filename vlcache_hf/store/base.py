@@ -29,7 +29,11 @@ class StoredEntry(Protocol):
         ...
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)` of a tensor on the CPU. Raises `StoreReadError`."""
+        """Rows `[start, stop)` of a tensor on the CPU. Raises `StoreReadError`. May be called in several threads."""
+        ...
+
+    def ready(self, name: str, start: int, stop: int) -> bool:
+        """Whether `rows` of these has nothing to wait for."""
         ...
 
 

@@ -21,6 +21,11 @@ def num_blocks(nbytes: int) -> int:
     return (nbytes + BLOCK_BYTES - 1) // BLOCK_BYTES
 
 
+def blocks(start: int, stop: int) -> range:
+    """The blocks that hold the bytes `[start, stop)` of a tensor."""
+    return range(start // BLOCK_BYTES, num_blocks(stop))
+
+
 def placeholder(nbytes: int) -> str:
     """Text of the length that the checksums of `nbytes` bytes will have."""
     return "0" * (_DIGITS * num_blocks(nbytes))
@@ -105,7 +110,7 @@ def bad_blocks(tensor: torch.Tensor, start: int, stop: int, sums: str, checked: 
         `Iterator[int]`: the blocks that do not have the checksum they should have.
     """
     data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    for block in range(start // BLOCK_BYTES, num_blocks(stop)):
+    for block in blocks(start, stop):
         if block in checked:
             continue
         part = data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from .checksum import Verified, bad_blocks, placeholder
+from .checksum import Verified, bad_blocks, blocks, placeholder
 
 FORMAT = "3"
 FIELD = "field."  # the caller's fields, kept apart from the store's own
@@ -31,6 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NONE: frozenset[int] = frozenset()
 
 
 class StoreReadError(Exception):
@@ -132,6 +133,19 @@ class Entry:
         row = whole.nbytes // shape[0] if shape[0] else 0
         self._check(name, whole, start * row, stop * row)
         return self._count(whole[start:stop])
+
+    def ready(self, name: str, start: int, stop: int) -> bool:
+        """
+        Whether `rows` of these needs no check, which would read them from the disk.
+
+        Args:
+            name (`str`), start (`int`), stop (`int`): as for `rows`.
+        """
+        if name not in self._specs:
+            return False
+        shape, dtype = self._specs[name]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        return self._checked.get(name, _NONE).issuperset(blocks(start * row, stop * row))
 
     def _check(self, name: str, whole: torch.Tensor, start: int, stop: int) -> None:
         checked = self._checked.setdefault(name, set())

@@ -13,6 +13,7 @@ import torch
 from .base import Store, StoredEntry
 from .entry import StoreReadError
 from .forks import renew_in_children
+from .host import HostMemory
 from .layer import TierOver
 from .policy import protected_goes_first
 
@@ -47,6 +48,9 @@ class MemoryEntry:
             raise StoreReadError(f"rows {start}:{stop} are not in tensor {name!r} of shape {tuple(tensor.shape)}.")
         return tensor[start:stop]
 
+    def ready(self, name: str, start: int, stop: int) -> bool:
+        return True
+
     def _get(self, name: str) -> torch.Tensor:
         try:
             return self._tensors[name]
@@ -55,15 +59,14 @@ class MemoryEntry:
 
 
 def in_memory(entry: StoredEntry) -> MemoryEntry:
-    """A copy of an entry in memory, pinned where there is CUDA, so that it travels to the device by itself.
+    """A copy of an entry in memory, pinned where there is CUDA and that can be, so that it travels to the device by
+    itself.
 
     Raises:
         `StoreReadError`: it cannot be read.
     """
-    tensors = {}
-    for name in entry.keys():
-        rows = entry.rows(name, 0, entry.shape(name)[0])
-        tensors[name] = rows.pin_memory() if torch.cuda.is_available() else rows.clone()
+    memory = HostMemory(pins=torch.cuda.is_available())
+    tensors = {name: memory.copy(entry.rows(name, 0, entry.shape(name)[0])) for name in entry.keys()}
     return MemoryEntry(tensors, dict(entry.fields))
 
 

@@ -230,6 +230,9 @@ class RemoteEntry:
             raise StoreReadError(f"rows {start}:{stop} are not in tensor {name!r} of shape {shape}.")
         return self._whole(name)[start:stop]
 
+    def ready(self, name: str, start: int, stop: int) -> bool:
+        return name in self._tensors
+
     def _whole(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
             spec = self._spec(name)
