@@ -166,14 +166,14 @@ def options() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     args = options().parse_args(arguments)
     name = args.name or f"accuracy_{Path(args.model).name}"
-    raw = Raw(args.work / f"{name}.jsonl", measured_with(args, args.model, "rows", "schedules", "guard_threshold"))
     entries: list[dict[str, Any]] = []
     started = time.monotonic()
     with asker(args.model, args.dtype, args.device, args.max_new_tokens, max_ram_bytes=2**28) as one:
-        limit = args.guard_threshold
-        if limit is None:  # the rows have schedules of their own, which know no threshold
-            limit = one.model.vlcache.options(VLCache(schedule="auto"), one.model.config, one.layers).guard_threshold
-        rows = conditions(one.layers, args.schedules, args.rows, limit)
+        if args.guard_threshold is None:  # the rows have schedules of their own, which know no threshold
+            in_use = one.model.vlcache.options(VLCache(schedule="auto"), one.model.config, one.layers)
+            args.guard_threshold = in_use.guard_threshold
+        raw = Raw(args.work / f"{name}.jsonl", measured_with(args, args.model, "rows", "schedules", "guard_threshold"))
+        rows = conditions(one.layers, args.schedules, args.rows, args.guard_threshold)
         for batch in tqdm(batches(args), desc=name, disable=None):
             if batch.name not in raw.found:
                 if time.monotonic() - started > 60 * args.minutes:
