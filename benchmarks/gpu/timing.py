@@ -111,7 +111,7 @@ def measure(pair: Pair, tokens: int, rounds: int, goes_on: Callable[[], bool] = 
     """All rows at one size.
 
     The image is stored by a request that keeps nothing in memory, so that the RAM tier fills as it does after a
-    restart: at the second use, pinned. "as stored" are hits on what the RAM tier kept of a request's own, unpinned.
+    restart: at the second use, pinned. "as stored" are hits on what the RAM tier kept of a request's own.
 
     Args:
         pair (`Pair`): the models.
