@@ -1,6 +1,6 @@
 """What an image cache changes, on a CPU, in about two minutes: `python examples/demo.py` (or `make demo`).
 
-First a tiny trained model answers questions about handwritten digits. Then a larger Qwen3-VL with RANDOM weights is
+First a tiny trained model answers questions about digits and shapes. Then a larger Qwen3-VL with RANDOM weights is
 asked about real photographs and documents: it understands nothing, so its answers are gibberish and not shown; what is
 real is the work that goes into them. Every request goes to the stock model and to the same checkpoint loaded with
 attn_implementation="vlcache". Exit status 1 if a hit does not happen or a lossless answer is not the stock model's.
