@@ -25,7 +25,6 @@ _OWN_STORE: dict[str, Any] = {
     "write_behind": False,
     "namespace": "",
     "min_tokens": 1,
-    "lossy_multi_image": False,
     "second_sight_bytes": None,
     "storage_dtype": "auto",
     "policy": "prefix",
@@ -50,13 +49,18 @@ class Bench:
         processor: its processor.
         folder (`str`): of the store; nothing else may use it.
         max_new_tokens (`int`): tokens of an answer.
+        lossy_multi_image (`bool`, *optional*, defaults to `False`): the setting; without it nothing of other contexts
+            is reused in a prompt with several images.
     """
 
-    def __init__(self, model: Any, processor: Any, folder: str, max_new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, processor: Any, folder: str, max_new_tokens: int, lossy_multi_image: bool = False
+    ) -> None:
         self.model = model
         self.processor = processor
         self.folder = folder
         self.max_new_tokens = max_new_tokens
+        self.lossy_multi_image = lossy_multi_image
 
     def inputs(self, messages: Messages) -> dict[str, Any]:
         """Model inputs of a chat."""
@@ -122,7 +126,8 @@ class Bench:
         """
         before = self.model.vlcache.last_request
         # the settings of a call are those of the model but for these
-        logits = self.logits(inputs, answer, VLCache(**{**_OWN_STORE, "cache_dir": self.folder, **settings}))
+        own = {**_OWN_STORE, "cache_dir": self.folder, "lossy_multi_image": self.lossy_multi_image}
+        logits = self.logits(inputs, answer, VLCache(**{**own, **settings}))
         record = self.model.vlcache.last_request
         if record is None or record is before:
             raise NotMeasured("the model did not use its cache")
@@ -168,11 +173,7 @@ def _recomputed(record: RequestRecord) -> float:
 
 
 def measure(
-    bench: Bench,
-    messages: Messages,
-    earlier: Sequence[Messages],
-    cases: Mapping[str, Mapping[str, Any]],
-    lossy_multi_image: bool = False,
+    bench: Bench, messages: Messages, earlier: Sequence[Messages], cases: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """One prompt in full, as an exact hit, and reused from other contexts.
 
@@ -181,8 +182,6 @@ def measure(
         messages (`Messages`): the prompt.
         earlier (sequence of `Messages`): prompts that have its images in other contexts.
         cases (`Mapping[str, Mapping]`): settings of each way to reuse, by label.
-        lossy_multi_image (`bool`, *optional*, defaults to `False`): the setting; without it nothing of other contexts
-            is reused in a prompt with several images.
 
     Returns:
         `dict`: `answer_tokens`, `exact` (`Measure`), `several`, and where an image was reused `cases`
@@ -201,14 +200,14 @@ def measure(
     if worst(record) != "exact":
         raise NotMeasured(f"no exact hit after it was stored, is the disk full? {record}")
     row: dict[str, Any] = {"answer_tokens": len(answer), "exact": compare(full, logits, record)}
-    row["several"] = len(inputs["image_grid_thw"]) > 1 and not lossy_multi_image
+    row["several"] = len(inputs["image_grid_thw"]) > 1 and not bench.lossy_multi_image
     if row["several"]:
         return row
     for chat in earlier:
         # the forward of `seen` stores: with reuse="exact" all that is no exact hit is computed in full
         bench.seen(bench.inputs(chat), reuse="exact", namespace="other")
     # a sample of the recomputed rows tells the deviation; nothing exceeds the threshold, so nobody is warned
-    watched = {"guard": "warn", "guard_threshold": 1e30, "lossy_multi_image": lossy_multi_image}
+    watched = {"guard": "warn", "guard_threshold": 1e30}
     record = bench.cached(inputs, answer[:1], namespace="other", read_only=True, **watched)[1]
     if worst(record) == "miss":
         raise NotMeasured(f"computed in full although stored in another context: {record}")

@@ -182,7 +182,11 @@ class AuditReport:
     @property
     def guard_acts(self) -> Rate:
         """Prompts on which the guard would act."""
-        return Rate(sum(d > self.guard_threshold for d in self.deviations), len(self.deviations))
+        return self.above(self.guard_threshold)
+
+    def above(self, threshold: float) -> Rate:
+        """Prompts whose deviation is above a threshold."""
+        return Rate(sum(d > threshold for d in self.deviations), len(self.deviations))
 
     @property
     def recommendation(self) -> list[str]:
@@ -260,24 +264,20 @@ def _guarded(report: AuditReport, cases: Sequence[CaseResult]) -> list[str]:
     """The cheapest case with a guard that is calibrated on these prompts."""
 
     def computed(case: CaseResult) -> float:
-        above = _above(report, case)
+        above = report.above(case.guard_threshold or 0.0)
         return above.value + (1 - above.value) * case.recomputed
 
     known = [case for case in cases if case.guard_threshold]
     if not known:
         return []
     best = min(known, key=computed)
-    above, allowed = _above(report, best), Rate(math.floor(report.max_flips * best.prompts + 1e-9), best.prompts)
+    above = report.above(best.guard_threshold or 0.0)
+    allowed = Rate(math.floor(report.max_flips * best.prompts + 1e-9), best.prompts)
     return [
         f'Or {_setting(best)}, guard="escalate", guard_threshold={best.guard_threshold}: of these {best.prompts} '
         f"prompts {above.count} would be computed in full, and at most {allowed.count} other answers differ "
         f"(95 % CI of other prompts {interval(allowed)})."
     ]
-
-
-def _above(report: AuditReport, case: CaseResult) -> Rate:
-    limit = case.guard_threshold or 0.0
-    return Rate(sum(deviation > limit for deviation in report.deviations), len(report.deviations))
 
 
 def _said(case: CaseResult) -> str:

@@ -58,7 +58,6 @@ def audit(
             "policy": policy,
             "guard": settings.guard,
             "guard_threshold": settings.guard_threshold,
-            "lossy_multi_image": settings.lossy_multi_image,
         }
         for label, _, policy, schedule in settings.cases()
     }
@@ -67,17 +66,15 @@ def audit(
         raise ValueError("Nothing is cached for this model, see the warning above.")
     label = model_label(model.config, keys)
     rows = PartialResults(partial, _identity(label, samples, settings))
-    in_use = {"lossy_multi_image": settings.lossy_multi_image, "min_tokens": VLCacheConfig().min_tokens}
-    _replay(model, processor, samples, rows, in_use, step)
+    _replay(model, processor, samples, rows, settings.lossy_multi_image, step)
     with tempfile.TemporaryDirectory(prefix="vlcache-audit-") as folder:
-        bench = Bench(model, processor, folder, settings.max_new_tokens)
+        bench = Bench(model, processor, folder, settings.max_new_tokens, settings.lossy_multi_image)
         for index, earlier in enumerate(earlier_prompts(samples)):
             if "failed" in rows.get("measure", index, {"failed": ""}):  # what failed is tried again
-                found = _measured(bench, samples[index], earlier, cases, settings.lossy_multi_image)
-                rows.put("measure", index, found)
+                rows.put("measure", index, _measured(bench, samples[index], earlier, cases))
             step()
-    auto = model.vlcache.options(VLCache(schedule="auto"), model.config, layers)
-    limit = settings.guard_threshold if settings.guard_threshold is not None else auto.guard_threshold
+    in_use = VLCache(schedule="auto", guard_threshold=settings.guard_threshold)
+    limit = model.vlcache.options(in_use, model.config, layers).guard_threshold
     return _report(label, samples, settings, rows, limit)
 
 
@@ -97,7 +94,7 @@ def _replay(
     processor: Any,
     samples: Sequence[AuditSample],
     rows: PartialResults,
-    in_use: dict[str, Any],
+    lossy_multi_image: bool,
     step: Callable[[], None],
 ) -> None:
     """What the prompts are to the cache when they come one after the other, with the settings that it has in use.
@@ -106,11 +103,12 @@ def _replay(
     """
     done = all(rows.get("replay", index) is not None for index in range(len(samples)))
     with tempfile.TemporaryDirectory(prefix="vlcache-audit-") as folder:
-        bench = Bench(model, processor, folder, 1)
+        bench = Bench(model, processor, folder, 1, lossy_multi_image)
+        in_use = {"schedule": "auto", "min_tokens": VLCacheConfig().min_tokens}
         for index, sample in enumerate(samples):
             if not done:
                 try:
-                    kind = bench.seen(bench.inputs(sample.messages), schedule="auto", **in_use)
+                    kind = bench.seen(bench.inputs(sample.messages), **in_use)
                 except NotMeasured:  # left to the stock model
                     kind = "miss"
                 except Exception:  # `measure`, which meets it too, says what it is
@@ -119,11 +117,9 @@ def _replay(
             step()
 
 
-def _measured(
-    bench: Bench, sample: AuditSample, earlier: Any, cases: dict[str, dict[str, Any]], lossy_multi_image: bool
-) -> dict[str, Any]:
+def _measured(bench: Bench, sample: AuditSample, earlier: Any, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     try:
-        row = measure(bench, sample.messages, earlier, cases, lossy_multi_image)
+        row = measure(bench, sample.messages, earlier, cases)
     except NotMeasured as why:
         return {"failed": str(why)}
     except Exception as error:  # a broken image, one that the processor refuses, or that does not fit into memory
