@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -43,6 +45,23 @@ def test_more_than_one_entry_may_wait_whatever_is_kept_in_memory(tmp_path, ram, 
     store = open_store(VLCacheConfig(cache_dir=tmp_path, write_behind=True, max_ram_bytes=ram))
     behind = store.below if ram else store
     assert isinstance(behind, WriteBehind) and behind.max_bytes == queue
+
+
+def test_an_image_larger_than_the_queue_is_stored_whole_while_the_disk_is_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlcache_hf.runtime.MIN_QUEUE_BYTES", 1)
+    ours = load(tmp_path, max_ram_bytes=0)
+    put, started, gate = DiskStore.put, threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        started.set()
+        assert gate.wait(60)
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(DiskStore, "put", slow)
+    assert same(ours) == ["miss"] and started.wait(60)
+    gate.set()
+    ours.vlcache.flush()
+    assert [len(list((tmp_path / kind).rglob("*.safetensors"))) for kind in ("vit", "kv")] == [1, 1]
 
 
 def test_what_waits_to_be_written_is_a_hit_and_lands_on_disk(tmp_path, monkeypatch):

@@ -140,8 +140,8 @@ class VLCacheConfig:
         read_only (`bool`, *optional*, defaults to `$VLCACHE_READ_ONLY`):
             Serve hits, write nothing.
         max_ram_bytes (`int`, *optional*, defaults to `$VLCACHE_MAX_RAM_BYTES` or 2 GiB):
-            Bytes of recently used entries that stay in memory, pinned where there is CUDA. As many, and at
-            least 256 MiB, may wait to be written. 0 keeps none.
+            Bytes of recently used entries that stay in memory, pinned where there is CUDA. While as many, and at
+            least 256 MiB, wait to be written, requests store nothing more. 0 keeps none.
         write_behind (`bool`, *optional*, defaults to `$VLCACHE_WRITE_BEHIND` or `True`):
             Write entries in a background thread, which is waited for at exit and by `model.vlcache.flush()`.
         min_free_bytes (`int`, *optional*, defaults to `$VLCACHE_MIN_FREE_BYTES` or 1 GiB):

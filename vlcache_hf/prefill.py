@@ -100,6 +100,8 @@ def run(
         setattr(target, REQUEST, record)
     remember(request.uses, encoded, options)
     with record.timed("storing"):
+        # features first: the store is asked whether it takes them, and this request's KV may fill its queue
+        record.bytes_written += encoded.write_pending()
         record.bytes_written += store_captured(request.uses, options)
     for index, deviation in escalated.items():
         request.uses[index].record.deviation, request.uses[index].record.guarded = deviation, "escalated"

@@ -63,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 pictures += measure_pictures(architecture, args.size, tokens, args.rounds)
             if args.memory:
                 memory.append(measure_memory(architecture, args.size, tokens))
-    report = header.report("benchmarks/ttft.py", results, pictures=pictures, memory=memory)
+            report = header.report("benchmarks/ttft.py", results, pictures=pictures, memory=memory)
+            if args.json:  # after every size: the largest take long
+                header.write(args.json, report)
     print(as_text(report))
     if args.json:
-        header.write(args.json, report)
         draw(results, args.json.with_suffix(".png"))

@@ -58,8 +58,9 @@ class Answers:
         self.pixels = workload.pixels(self.ours.config)
         self.known = workload.prompt(0, self.pixels)
         self.tiers = tiers
+        self._folder = folder / "warm"
         self._settings = {
-            tier: {**settings, "cache_dir": folder / "warm", "max_ram_bytes": RAM_BYTES if tier == "ram" else 0}
+            tier: {**settings, "cache_dir": self._folder, "max_ram_bytes": RAM_BYTES if tier == "ram" else 0}
             for tier in TIERS
         }
         self._seed = 0
@@ -69,6 +70,9 @@ class Answers:
         taken = seconds(self.ours, self.known, per_call(self._settings["disk"]))
         self.entry_bytes = self.ours.vlcache.last_request.bytes_written
         self.ours.vlcache.flush()
+        stored = {kind: any((self._folder / kind).rglob("*.safetensors")) for kind in ("kv", "vit")}
+        if not all(stored.values()):
+            raise RuntimeError(f"the request that stores the images left {stored}.")
         return taken
 
     def variants(self) -> list[Variant]:

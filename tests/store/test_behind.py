@@ -57,23 +57,26 @@ def test_put_returns_before_anything_is_written_and_reads_see_it(disk):
     assert store.names("kv", G) == [A]
 
 
-def test_a_full_queue_drops_and_counts(disk):
+def test_a_full_queue_accepts_nothing_and_counts(disk):
     store = WriteBehind(disk, 2 * ENTRY)
-    assert put(store, A) == put(store, B) == ENTRY
-    assert put(store, C) == 0
+    assert store.accepts(ENTRY) and put(store, A) == ENTRY
+    assert store.accepts(ENTRY) and put(store, B) == ENTRY
+    assert not store.accepts(ENTRY)
     assert store.dropped == 1
     disk.gate.set()
     store.flush()
-    assert [value(disk, name) for name in (A, B, C)] == [1.0, 1.0, None]
-    assert put(store, C) == ENTRY
+    assert [value(disk, name) for name in (A, B)] == [1.0, 1.0]
+    assert store.accepts(ENTRY) and put(store, C) == ENTRY and store.dropped == 1
 
 
-def test_an_entry_larger_than_the_queue_goes_through_alone(disk):
+def test_what_was_accepted_is_taken_however_large(disk):
     store = WriteBehind(disk, 1)
-    assert put(store, A) == ENTRY and put(store, B) == 0
+    assert store.accepts(ENTRY) and store.accepts(ENTRY)
+    assert put(store, A) == put(store, B) == ENTRY
+    assert not store.accepts(ENTRY)
     disk.gate.set()
     store.flush()
-    assert value(disk, A) == 1.0
+    assert [value(disk, name) for name in (A, B)] == [1.0, 1.0]
 
 
 def test_discard_reaches_what_is_being_written(disk):

@@ -31,16 +31,17 @@ class _Job:
 class WriteBehind(TierOver):
     """Hands entries to another tier in a background thread. What waits is served from memory.
 
-    The queue is bounded in bytes: what does not fit is dropped and counted, since a miss is always acceptable. It is
-    written out at the end of the process and by `flush()`. A forked child starts with an empty queue: what waits is
-    the parent's to write.
+    While more than a number of bytes waits, `accepts` says no, and counts it, since a miss is always acceptable. What
+    it has said yes to is taken: a request that asked before it began may go over the bound with all it captured, which
+    was in memory anyway, so that no image is too large to ever be stored. The queue is written out at the end of the
+    process and by `flush()`. A forked child starts with an empty queue: what waits is the parent's to write.
 
     Args:
         below (`Store`): the tier that writes.
-        max_bytes (`int`): bytes of tensors that may wait.
+        max_bytes (`int`): bytes of waiting tensors from which on nothing more is accepted.
 
     Attributes:
-        dropped (`int`): entries that found the queue full.
+        dropped (`int`): entries that were not accepted because the queue was full.
     """
 
     def __init__(self, below: Store, max_bytes: int) -> None:
@@ -71,6 +72,21 @@ class WriteBehind(TierOver):
         waiting.reverse()  # the last one stored was the last one used
         return waiting + [name for name in self.below.names(kind, group) if name not in waiting]
 
+    def accepts(self, nbytes: int) -> bool:
+        """As `DiskStore.accepts`, and whether there is room in the queue.
+
+        Args:
+            nbytes (`int`): bytes of an entry's tensors.
+        """
+        if not self.below.accepts(nbytes):
+            return False
+        with self._changed:
+            full = bool(self._waiting) and self._bytes >= self.max_bytes
+            self.dropped += full
+        if full:
+            logger.info("The queue of entries to be written is full: %d not stored so far.", self.dropped)
+        return not full
+
     def put(
         self,
         kind: str,
@@ -85,11 +101,6 @@ class WriteBehind(TierOver):
         if not self.below.accepts(entry.nbytes):
             return 0
         with self._changed:
-            # an entry larger than the whole queue may still go through it alone
-            if self._waiting and self._bytes + entry.nbytes > self.max_bytes:
-                self.dropped += 1
-                logger.info("The queue of entries to be written is full: %d dropped so far.", self.dropped)
-                return 0
             old = self._waiting.pop((kind, group, name), None)
             self._bytes += entry.nbytes - (0 if old is None else old.entry.nbytes)
             self._waiting[kind, group, name] = _Job(entry, tensors, fields, max_in_group)

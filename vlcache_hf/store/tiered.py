@@ -45,7 +45,7 @@ class Tiered:
             self.remote.touch(kind, group, name)  # else what all machines have would expire for those to come
             return near
         far = self.remote.get(kind, group, name)
-        if far is not None and self.local.accepts(far.nbytes):
+        if far is not None and self._front.accepts(far.nbytes):
             fields = dict(far.fields)
 
             def keep(tensors: dict[str, torch.Tensor]) -> None:
