@@ -29,7 +29,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def speedups(results: Sequence[Result]) -> str:
-    """The paper's table: a row per configuration, TTFT and speed-up per size.
+    """The paper's table: a row per configuration, TTFT and speed-up per size; the request that filled the store first.
 
     Args:
         results (sequence of `dict`): of one architecture.
@@ -38,7 +38,7 @@ def speedups(results: Sequence[Result]) -> str:
     for result in results:
         columns += [f"{_size(result)}: TTFT", "speed-up (range)"]
     labels = _labels(results, lambda row: not row["name"].startswith("floor"))
-    rows = []
+    rows = [["first request of all, stored (once)", *(c for r in results for c in (_time(r["fill_s"]), "-"))]]
     for label in labels:
         cells = [_paper_name(label, results)]
         for result in results:
@@ -196,12 +196,16 @@ def _time(seconds: float | None) -> str:
 def _speedup(row: Result) -> str:
     if "speedup" not in row:
         return "-"
-    if "speedup_min" not in row:
-        return f"{row['speedup']:.2f}x"
-    return f"{row['speedup']:.2f}x ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})"
+    if row.get("speedup_min") == row.get("speedup_max"):  # one pair, or none
+        return f"{_times(row['speedup'])}x"
+    return f"{_times(row['speedup'])}x ({_times(row['speedup_min'])}-{_times(row['speedup_max'])})"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f}" if factor >= 10 else f"{factor:.2f}"
 
 
 def _cell(row: Result | None) -> str:
     if row is None:
         return "-"
-    return f"{_time(row['median_s'])}, {row['speedup']:.2f}x" if "speedup" in row else _time(row["median_s"])
+    return f"{_time(row['median_s'])}, {_times(row['speedup'])}x" if "speedup" in row else _time(row["median_s"])

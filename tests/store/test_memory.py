@@ -64,8 +64,12 @@ def test_what_was_stored_is_served_without_the_disk(disk):
 def test_what_was_read_is_kept_at_the_second_use(disk):
     put(disk, A)
     tier = RamTier(disk, 1000)
-    assert value(tier, A) == 1.0 and tier.ram_bytes == 0
-    assert value(tier, A) == 1.0 and tier.ram_bytes == ENTRY
+    assert value(tier, A) == 1.0
+    tier.flush()
+    assert tier.ram_bytes == 0
+    assert value(tier, A) == 1.0
+    tier.flush()
+    assert tier.ram_bytes == ENTRY
     for file in disk.cache_dir.rglob("*.safetensors"):
         file.unlink()
     assert value(tier, A) == 1.0
@@ -79,9 +83,85 @@ def test_copies_are_pinned_for_cuda_unless_locked_memory_is_short(disk, monkeypa
     assert value(tier, A) == 3.0
     asked = pinning(monkeypatch, works)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert value(tier, A) == 3.0 and tier.ram_bytes == ENTRY
+    assert value(tier, A) == 3.0
+    tier.flush()
+    assert tier.ram_bytes == ENTRY
     assert asked == [(5, 2)]
     assert value(tier, A) == 3.0 and len(asked) == 1
+
+
+class Slow(DiskStore):
+    """Entries whose copies wait for a gate."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gate, self.asked = threading.Semaphore(0), threading.Semaphore(0)
+
+    def get(self, *key):
+        entry = super().get(*key)
+        return None if entry is None else Gated(entry, self)
+
+
+class Gated(MemoryEntry):
+    def __init__(self, entry, store):
+        super().__init__({name: entry.rows(name, 0, entry.shape(name)[0]) for name in entry.keys()}, entry.fields)
+        self.store = store
+
+    def rows(self, name, start, stop):
+        if threading.current_thread() is not threading.main_thread():
+            self.store.asked.release()
+            assert self.store.gate.acquire(timeout=60)
+        return super().rows(name, start, stop)
+
+
+def test_nobody_waits_for_a_copy(tmp_path):
+    disk = Slow(tmp_path, None)
+    put(disk, A)
+    tier = RamTier(disk, 1000)
+    for _ in range(4):
+        assert value(tier, A) == 1.0 and tier.ram_bytes == 0
+    disk.gate.release()
+    tier.flush()
+    assert tier.ram_bytes == ENTRY
+    assert not disk.gate.acquire(blocking=False)  # once is enough
+
+
+@pytest.mark.parametrize("change", ["put", "discard", "clear"])
+def test_a_copy_of_what_is_gone_is_not_kept(tmp_path, change):
+    disk = Slow(tmp_path, None)
+    put(disk, A)
+    tier = RamTier(disk, 1000)
+    assert value(tier, A) == value(tier, A) == 1.0
+    assert disk.asked.acquire(timeout=60)
+    if change == "put":
+        put(tier, A, 2.0)
+    elif change == "discard":
+        tier.discard("kv", G, A)
+    else:
+        tier.clear()
+    disk.gate.release(5)
+    tier.flush()
+    assert value(tier, A) == (2.0 if change == "put" else None)
+    assert tier.ram_bytes == (ENTRY if change == "put" else 0)
+
+
+def test_a_copy_that_fails_is_no_trouble(disk, monkeypatch):
+    put(disk, A)
+    tier = RamTier(disk, 1000)
+
+    def fail(entry):
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vlcache_hf.store.memory.in_memory", fail)
+        for _ in range(3):
+            assert value(tier, A) == 1.0
+            tier.flush()
+    assert tier.ram_bytes == 0
+    for _ in range(2):
+        assert value(tier, A) == 1.0
+        tier.flush()
+    assert tier.ram_bytes == ENTRY
 
 
 def test_rows_in_memory_are_always_ready():

@@ -55,7 +55,7 @@ class KnownImages:
             source (`str`): from `source_digest`.
             settings (`str`): from `settings_digest`.
         """
-        return Digest("source", "1", self._namespace, source, settings).hex()
+        return Digest("source", "2", self._namespace, source, settings).hex()
 
     def find(self, key: str) -> KnownImage | None:
         """What is known under a key."""

@@ -18,6 +18,8 @@ import numpy as np
 import PIL.Image
 import torch
 
+from ..bulk import bulk_digest
+
 _SOURCE = "vlcache_source"
 # whose versions decide what the processor makes of an image
 _PACKAGES = ("transformers", "torch", "torchvision", "torchcodec", "pillow", "numpy")
@@ -125,7 +127,7 @@ def source_digest(image: Any) -> str | None:
         return f"encoded {encoded.digest}"
     if isinstance(image, PIL.Image.Image) and type(image).__module__.startswith("PIL."):
         palette = image.getpalette("RGBA") if image.mode in ("P", "PA") else None
-        content = blake3.blake3(image.tobytes()).hexdigest()
+        content = bulk_digest(memoryview(image.tobytes())).hex()
         return json.dumps(["pil", image.mode, image.size, palette, repr(image.info.get("transparency")), content])
     if type(image) is torch.Tensor and image.device.type == "cpu" and image.layout == torch.strided:
         if image.requires_grad or image.is_conj() or image.is_neg():
@@ -139,7 +141,7 @@ def source_digest(image: Any) -> str | None:
 
 
 def _array_digest(kind: str, dtype: str, shape: Sequence[int], content: np.ndarray) -> str:
-    return json.dumps([kind, dtype, list(shape), blake3.blake3(content.data).hexdigest()])
+    return json.dumps([kind, dtype, list(shape), bulk_digest(content.reshape(-1).data).hex()])
 
 
 def settings_digest(image_processor: Any, kwargs: dict[str, Any]) -> str | None:

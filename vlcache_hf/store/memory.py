@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +20,8 @@ from .layer import TierOver
 from .policy import protected_goes_first
 
 Key = tuple[str, str, str]
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryEntry:
@@ -70,6 +74,10 @@ def in_memory(entry: StoredEntry) -> MemoryEntry:
     return MemoryEntry(tensors, dict(entry.fields))
 
 
+def _nbytes(entry: StoredEntry) -> int:
+    return sum(math.prod(entry.shape(name)) * entry.dtype(name).itemsize for name in entry.keys())
+
+
 @dataclass
 class _Kept:
     entry: MemoryEntry
@@ -79,8 +87,9 @@ class _Kept:
 class RamTier(TierOver):
     """Keeps recently used entries in memory, in front of another tier.
 
-    What is stored stays as it is, without a copy. What is read from below is copied at its second use, so that images
-    that come once leave nothing here, and what is stored once makes room before what was used again.
+    What is stored stays as it is, without a copy. What is read from below is copied at its second use, by a thread
+    that nobody waits for, so that images that come once leave nothing here, and what is stored once makes room before
+    what was used again.
 
     Args:
         below (`Store`): the next tier.
@@ -100,10 +109,14 @@ class RamTier(TierOver):
         self._protected: OrderedDict[Key, _Kept] = OrderedDict()
         self._used_once: OrderedDict[Key, None] = OrderedDict()
         self._bytes = self._probation_bytes = 0
+        self._copying: OrderedDict[Key, StoredEntry] = OrderedDict()
+        self._copier: threading.Thread | None = None
 
     def after_fork(self) -> None:
         if self._lock.locked():
             self._start_over()  # another thread was changing what it guards
+        self._copying.clear()
+        self._copier = None  # threads do not come along
 
     @property
     def dropped(self) -> int:
@@ -124,18 +137,9 @@ class RamTier(TierOver):
             self.touch(kind, group, name)  # else what is used most would be the first to leave the disk
             return kept.entry
         entry = self.below.get(kind, group, name)
-        if entry is None or not self._second_use(key):
-            return entry
-        try:
-            copy = in_memory(entry)
-        except StoreReadError:
-            return entry  # whoever reads it next finds out, and knows what to do
-        if copy.nbytes <= self.max_bytes:
-            with self._lock:
-                self._take(key)
-                self._make_room(copy.nbytes)
-                self._protect(key, copy)
-        return copy
+        if entry is not None and self._second_use(key) and _nbytes(entry) <= self.max_bytes:
+            self._copy(key, entry)
+        return entry
 
     def names(self, kind: str, group: str) -> list[str]:
         return self.below.names(kind, group)
@@ -153,7 +157,7 @@ class RamTier(TierOver):
         if written:
             key, entry = (kind, group, name), MemoryEntry(dict(tensors), dict(fields))
             with self._lock:
-                self._take(key)
+                self._forget(key)
                 if entry.nbytes <= self.max_bytes:
                     self._make_room(entry.nbytes)
                     self._probation[key] = _Kept(entry, self._clock())
@@ -163,7 +167,7 @@ class RamTier(TierOver):
 
     def discard(self, kind: str, group: str, name: str) -> None:
         with self._lock:
-            self._take((kind, group, name))
+            self._forget((kind, group, name))
         self.below.discard(kind, group, name)
 
     def nbytes(self) -> int:
@@ -174,10 +178,15 @@ class RamTier(TierOver):
             self._probation.clear()
             self._protected.clear()
             self._used_once.clear()
+            self._copying.clear()
             self._bytes = self._probation_bytes = 0
         self.below.clear()
 
     def flush(self) -> None:
+        """Waits for copies and writes."""
+        copier = self._copier
+        if copier is not None:
+            copier.join()
         self.below.flush()
 
     def close(self) -> None:
@@ -193,7 +202,41 @@ class RamTier(TierOver):
                 self._used_once.popitem(last=False)
             return False
 
+    def _copy(self, key: Key, entry: StoredEntry) -> None:
+        with self._lock:
+            self._copying.setdefault(key, entry)
+            if self._copier is None or not self._copier.is_alive():
+                self._copier = threading.Thread(target=self._copy_all, name="vlcache-copier")
+                self._copier.start()
+
+    def _copy_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._copying:
+                    self._copier = None
+                    return
+                key, entry = next(iter(self._copying.items()))
+            copy = None
+            try:
+                copy = in_memory(entry)
+            except StoreReadError:
+                pass  # whoever reads it next finds out, and knows what to do
+            except Exception as exc:  # such as too little memory
+                logger.debug("no copy was made of an entry: %s", exc)
+            with self._lock:
+                if self._copying.get(key) is not entry:
+                    continue  # it was replaced or discarded meanwhile
+                del self._copying[key]
+                if copy is not None:
+                    self._take(key)
+                    self._make_room(copy.nbytes)
+                    self._protect(key, copy)
+
     # --- called under the lock
+
+    def _forget(self, key: Key) -> None:
+        self._copying.pop(key, None)
+        self._take(key)
 
     def _take(self, key: Key) -> _Kept | None:
         kept = self._probation.pop(key, None)
