@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import tiny
-from vlcache_hf import VLCache, attach
+from vlcache_hf import RecomputeSchedule, VLCache, attach
+from vlcache_hf.admission import Admission
+from vlcache_hf.options import Options
 
 SMALL, LARGE = tiny.image(1, 4, 4), tiny.image(2, 8, 12)
 
@@ -75,3 +77,27 @@ def test_smaller_entries_are_stored_at_first_sight(tmp_path: Path) -> None:
     )
     assert ask(at, *parts)[1] == [("miss", True)]
     assert ask(below, *parts)[1] == [("miss", False)]
+
+
+class Full:
+    """A store that takes nothing now, and counts the questions."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def accepts(self, nbytes: int) -> bool:
+        self.asked += 1
+        return False
+
+
+def test_a_full_store_is_asked_once_for_an_entry_and_the_sight_counts(tmp_path: Path) -> None:
+    ours = attached(tmp_path, second_sight_bytes=0)
+    full = Full(ours.vlcache.store)
+    options = Options(ours.vlcache.config, full, RecomputeSchedule([0.0] * 4))
+    assert not Admission(options).stores("a", 24, 1000) and full.asked == 0  # at first sight
+    second = Admission(options)
+    assert [second.stores("a", 24, 1000) for _ in range(3)] == [False] * 3  # beams, a second pass
+    assert full.asked == 1

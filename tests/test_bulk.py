@@ -71,6 +71,32 @@ def test_without_threads_it_takes_longer(monkeypatch, started):
     assert bulk_digest(data) == expected and not left
 
 
+@pytest.mark.parametrize("failures", [1, 3])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_fails_in_a_thread_is_done_by_the_caller(monkeypatch, failures):
+    threads(monkeypatch, 4)
+    data = memoryview(content(12 * BLOCK))
+    expected, right, left = bulk_digest(data), blake3.blake3, [None] * failures
+
+    def failing(data):
+        if left and threading.current_thread().name == "vlcache-hash":
+            left.pop()
+            raise MemoryError
+        return right(data)
+
+    monkeypatch.setattr(blake3, "blake3", failing)
+    assert bulk_digest(data) == expected and not left
+
+
+def test_what_fails_in_the_caller_too_is_an_error(monkeypatch):
+    def failing(data):
+        raise MemoryError
+
+    monkeypatch.setattr(blake3, "blake3", failing)
+    with pytest.raises(MemoryError):
+        bulk_digest(memoryview(content(BLOCK)))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_hashes_too(monkeypatch):

@@ -14,7 +14,7 @@ class Admission:
 
     def __init__(self, options: Options) -> None:
         self._options, self._store = options, options.store
-        self._seen: dict[str, bool] = {}
+        self._decided: dict[str, bool] = {}
 
     def large_enough(self, tokens: int) -> bool:
         """Whether an image has the tokens from which on it is looked up and stored at all."""
@@ -28,13 +28,17 @@ class Admission:
             tokens (`int`): tokens of the image.
             nbytes (`int`): bytes of the entry.
         """
-        if not self.large_enough(tokens) or not self._store.accepts(nbytes):
+        if not self.large_enough(tokens):
             return False
+        if key not in self._decided:
+            self._decided[key] = self._seen_before(key, nbytes) and self._store.accepts(nbytes)
+        return self._decided[key]
+
+    def _seen_before(self, key: str, nbytes: int) -> bool:
         limit = self._options.config.second_sight_bytes
         if limit is None or nbytes <= limit:
             return True
-        if key not in self._seen:
-            self._seen[key] = self._store.marked(f"seen/{key}")
-            if not self._seen[key]:
-                self._store.mark(f"seen/{key}")
-        return self._seen[key]
+        seen = self._store.marked(f"seen/{key}")
+        if not seen:
+            self._store.mark(f"seen/{key}")
+        return seen

@@ -38,9 +38,11 @@ def bulk_digest(data: memoryview) -> bytes:
         _hash(blocks, stripe, digests)
     for helper in helpers:
         helper.join()
+    # what an exception ended in a helper, such as too little memory, is done here, or ends this call too
+    _hash(blocks, [index for index, digest in enumerate(digests) if not digest], digests)
     return blake3.blake3(b"".join(digests)).digest()
 
 
-def _hash(blocks: Sequence[memoryview], stripe: range, digests: list[bytes]) -> None:
+def _hash(blocks: Sequence[memoryview], stripe: Sequence[int], digests: list[bytes]) -> None:
     for index in stripe:
         digests[index] = blake3.blake3(blocks[index]).digest()

@@ -79,6 +79,22 @@ def test_what_was_accepted_is_taken_however_large(disk):
     assert [value(disk, name) for name in (A, B)] == [1.0, 1.0]
 
 
+def test_without_a_thread_nothing_is_stored(disk, monkeypatch):
+    store = WriteBehind(disk, 1000)
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert put(store, A) == 0 and store.dropped == 1 and value(store, A) is None
+        store.flush()
+    disk.gate.set()
+    assert put(store, A) == ENTRY
+    store.flush()
+    assert value(disk, A) == 1.0
+
+
 def test_discard_reaches_what_is_being_written(disk):
     store = WriteBehind(disk, 1000)
     put(store, A)

@@ -5,6 +5,8 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -164,6 +166,62 @@ def test_a_copy_that_fails_is_no_trouble(disk, monkeypatch):
     assert tier.ram_bytes == ENTRY
 
 
+def test_without_a_thread_nothing_is_copied(disk, monkeypatch):
+    put(disk, A)
+    tier = RamTier(disk, 1000)
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(3):
+            assert value(tier, A) == 1.0
+            tier.flush()
+    assert tier.ram_bytes == 0
+    assert value(tier, A) == 1.0
+    tier.flush()
+    assert tier.ram_bytes == ENTRY
+
+
+EXIT = """
+import sys, time, torch
+from vlcache_hf.store import MemoryEntry, RamTier
+
+class Slow(MemoryEntry):
+    def rows(self, *args):
+        time.sleep(0.05)
+        print("copied", flush=True)
+        return super().rows(*args)
+
+class Below:
+    def get(self, *key):
+        return Slow({"k": torch.ones(5, 2)}, {})
+
+tier = RamTier(Below(), 10000)
+for number in range(40):
+    for _ in range(2):
+        tier.get("kv", "a" * 64, f"{number:064x}")
+"""
+
+
+def test_the_exit_does_not_wait_for_what_nobody_will_use():
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", EXIT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.count("copied") < 40
+
+
+def test_what_takes_no_bytes_is_left_to_the_tier_below(disk):
+    tier = RamTier(disk, 1000)
+    assert tier.put("src", G, A, {}, {"grid": "1"}) > 0
+    for _ in range(3):
+        assert tier.get("src", G, A).fields["grid"] == "1"
+        tier.flush()
+    assert not tier._probation and not tier._protected
+
+
 def test_rows_in_memory_are_always_ready():
     assert MemoryEntry({"k": torch.ones(3, 2)}, {}).ready("k", 0, 3)
 
@@ -250,6 +308,33 @@ def test_a_child_starts_with_what_is_whole(disk, busy):
     thread.join()
     assert code == 0
     assert tier.ram_bytes == ENTRY and value(tier, A) == 1.0
+
+
+class Unsaid:
+    """A lock that a waiter has just been given: it is taken, and does not know so yet."""
+
+    def locked(self):
+        return False
+
+    def __enter__(self):
+        threading.Event().wait()
+
+    def __exit__(self, *args):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_does_not_wait_for_a_thread_that_just_came_through(disk):
+    tier = RamTier(disk, 1000)
+    put(tier, A)
+    lock, tier._lock = tier._lock, Unsaid()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if value(tier, A) == 1.0 and tier.ram_bytes == ENTRY else 1)
+    tier._lock = lock
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_entry_larger_than_the_tier_is_not_kept(disk):

@@ -105,8 +105,14 @@ class WriteBehind(TierOver):
             self._bytes += entry.nbytes - (0 if old is None else old.entry.nbytes)
             self._waiting[kind, group, name] = _Job(entry, tensors, fields, max_in_group)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._write, name="vlcache-writer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write, name="vlcache-writer", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads are to be had
+                    self._bytes -= self._waiting.pop((kind, group, name)).entry.nbytes
+                    self.dropped += 1
+                    return 0
+                self._thread = thread
             self._changed.notify_all()
         return entry.nbytes
 

@@ -115,6 +115,7 @@ class RamTier(TierOver):
     def after_fork(self) -> None:
         if self._lock.locked():
             self._start_over()  # another thread was changing what it guards
+        self._lock = threading.Lock()  # one that had just come through may not have said so yet
         self._copying.clear()
         self._copier = None  # threads do not come along
 
@@ -137,7 +138,7 @@ class RamTier(TierOver):
             self.touch(kind, group, name)  # else what is used most would be the first to leave the disk
             return kept.entry
         entry = self.below.get(kind, group, name)
-        if entry is not None and self._second_use(key) and _nbytes(entry) <= self.max_bytes:
+        if entry is not None and self._second_use(key) and self._has_place_for(_nbytes(entry)):
             self._copy(key, entry)
         return entry
 
@@ -158,7 +159,7 @@ class RamTier(TierOver):
             key, entry = (kind, group, name), MemoryEntry(dict(tensors), dict(fields))
             with self._lock:
                 self._forget(key)
-                if entry.nbytes <= self.max_bytes:
+                if self._has_place_for(entry.nbytes):
                     self._make_room(entry.nbytes)
                     self._probation[key] = _Kept(entry, self._clock())
                     self._bytes += entry.nbytes
@@ -184,13 +185,18 @@ class RamTier(TierOver):
 
     def flush(self) -> None:
         """Waits for copies and writes."""
-        copier = self._copier
+        with self._lock:
+            copier = self._copier
         if copier is not None:
             copier.join()
         self.below.flush()
 
     def close(self) -> None:
         self.below.close()
+
+    def _has_place_for(self, nbytes: int) -> bool:
+        # what takes no bytes would never have to leave
+        return 0 < nbytes <= self.max_bytes
 
     def _second_use(self, key: Key) -> bool:
         with self._lock:
@@ -205,13 +211,21 @@ class RamTier(TierOver):
     def _copy(self, key: Key, entry: StoredEntry) -> None:
         with self._lock:
             self._copying.setdefault(key, entry)
-            if self._copier is None or not self._copier.is_alive():
-                self._copier = threading.Thread(target=self._copy_all, name="vlcache-copier")
-                self._copier.start()
+            if self._copier is not None and self._copier.is_alive():
+                return
+            copier = threading.Thread(target=self._copy_all, name="vlcache-copier")
+            try:
+                copier.start()
+            except RuntimeError:  # no more threads are to be had
+                self._copying.clear()
+            else:
+                self._copier = copier
 
     def _copy_all(self) -> None:
         while True:
             with self._lock:
+                if not threading.main_thread().is_alive():
+                    self._copying.clear()  # the process waits for this thread to end
                 if not self._copying:
                     self._copier = None
                     return

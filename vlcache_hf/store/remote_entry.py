@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +208,7 @@ class RemoteEntry:
         self._description = description
         self._fetch = fetch
         self._tensors: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
         self.nbytes = description.nbytes
         self.bytes_read = 0
         self.when_complete: Callable[[dict[str, torch.Tensor]], None] | None = None
@@ -234,13 +236,16 @@ class RemoteEntry:
         return name in self._tensors
 
     def _whole(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            spec = self._spec(name)
-            self._tensors[name] = self._fetch(name, spec)
-            self.bytes_read += spec.nbytes
-            if self.when_complete is not None and len(self._tensors) == len(self._description.tensors):
-                done, self.when_complete = self.when_complete, None
-                done(dict(self._tensors))
+        done = None
+        with self._lock:  # whoever comes second waits, and fetches nothing
+            if name not in self._tensors:
+                spec = self._spec(name)
+                self._tensors[name] = self._fetch(name, spec)
+                self.bytes_read += spec.nbytes
+                if len(self._tensors) == len(self._description.tensors):
+                    done, self.when_complete = self.when_complete, None
+        if done is not None:
+            done(dict(self._tensors))
         return self._tensors[name]
 
     def _spec(self, name: str) -> TensorSpec:
