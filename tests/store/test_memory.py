@@ -147,34 +147,19 @@ def test_a_copy_of_what_is_gone_is_not_kept(tmp_path, change):
     assert tier.ram_bytes == (ENTRY if change == "put" else 0)
 
 
-def test_a_copy_that_fails_is_no_trouble(disk, monkeypatch):
+@pytest.mark.parametrize(
+    "fails, error",
+    [("vlcache_hf.store.memory.in_memory", "not enough memory"), ("threading.Thread.start", "can't start new thread")],
+)
+def test_a_copy_that_fails_is_no_trouble(disk, monkeypatch, fails, error):
     put(disk, A)
     tier = RamTier(disk, 1000)
 
-    def fail(entry):
-        raise RuntimeError("not enough memory")
+    def fail(*args):
+        raise RuntimeError(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr("vlcache_hf.store.memory.in_memory", fail)
-        for _ in range(3):
-            assert value(tier, A) == 1.0
-            tier.flush()
-    assert tier.ram_bytes == 0
-    for _ in range(2):
-        assert value(tier, A) == 1.0
-        tier.flush()
-    assert tier.ram_bytes == ENTRY
-
-
-def test_without_a_thread_nothing_is_copied(disk, monkeypatch):
-    put(disk, A)
-    tier = RamTier(disk, 1000)
-
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(fails, fail)
         for _ in range(3):
             assert value(tier, A) == 1.0
             tier.flush()

@@ -16,6 +16,11 @@ class StoredEntry(Protocol):
         """What was stored beside the tensors."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
         ...

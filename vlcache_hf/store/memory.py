@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -74,10 +73,6 @@ def in_memory(entry: StoredEntry) -> MemoryEntry:
     return MemoryEntry(tensors, dict(entry.fields))
 
 
-def _nbytes(entry: StoredEntry) -> int:
-    return sum(math.prod(entry.shape(name)) * entry.dtype(name).itemsize for name in entry.keys())
-
-
 @dataclass
 class _Kept:
     entry: MemoryEntry
@@ -138,7 +133,7 @@ class RamTier(TierOver):
             self.touch(kind, group, name)  # else what is used most would be the first to leave the disk
             return kept.entry
         entry = self.below.get(kind, group, name)
-        if entry is not None and self._second_use(key) and self._has_place_for(_nbytes(entry)):
+        if entry is not None and self._second_use(key) and self._has_place_for(entry.nbytes):
             self._copy(key, entry)
         return entry
 
